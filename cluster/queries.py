@@ -12,8 +12,7 @@ from typing import Any
 
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import Pooling
-from penstock.gateway.endpoints.asks import read_ask
-from penstock.gateway.endpoints.prompting import Prompting
+from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.endpoints.requests import ask_salt
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.fair_threads import FairThreads

@@ -28,10 +28,10 @@ from penstock.engine.planning.request import Pooling
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.background import every, meanwhile
+from penstock.gateway.endpoints.answering import position_asked
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts

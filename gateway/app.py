@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -17,26 +16,15 @@ from starlette.types import ASGIApp
 
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
-from penstock.gateway.endpoints.answering import Answering
+from penstock.gateway.endpoints.answering import counted_lookups
 from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
-from penstock.gateway.endpoints.completions import CompletionsApi
-from penstock.gateway.endpoints.conversations import ConversationsApi
-from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
-from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
-from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
-from penstock.gateway.endpoints.llama import LlamaApi
-from penstock.gateway.endpoints.lookups import counted
-from penstock.gateway.endpoints.messages import MessagesApi
-from penstock.gateway.endpoints.models import ModelsApi, TokensApi
-from penstock.gateway.endpoints.ollama import OllamaApi
+from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.openapi import OpenApi
-from penstock.gateway.endpoints.operator import OperatorApi, ServerInfoApi
-from penstock.gateway.endpoints.rendering import RenderApi
-from penstock.gateway.endpoints.responses import ResponsesApi
+from penstock.gateway.endpoints.operation import handlers_of, routes_of
+from penstock.gateway.endpoints.operations import PLAIN_APIS
+from penstock.gateway.endpoints.operator import MetricsApi
 from penstock.gateway.endpoints.state import StateApi
-from penstock.gateway.endpoints.stored_chats import StoredChatsApi
-from penstock.gateway.endpoints.usage import UsageApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.correlation import IGNORED_HEADER
 from penstock.gateway.http.entrance import Entrance
@@ -48,7 +36,6 @@ from penstock.gateway.http.refusals import (
     answer_http_error,
 )
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.batches.batch import Endpoint
 from penstock.gateway.sessions.batches.files import Files
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 
@@ -74,44 +61,17 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
     intake, files = Intake(service), Files(service.store)
-    answering = Answering(service, intake)
-    completions = CompletionsApi(service, intake, answering)
-    embeddings = EmbeddingsApi(service, intake, answering)
-    chats = StoredChatsApi(service, intake, completions)
-    responses = ResponsesApi(service, intake, answering)
-    messages = MessagesApi(service, intake, answering)
-    handlers: dict[Endpoint, Handler] = {
-        "/v1/chat/completions": completions.chat,
-        "/v1/completions": completions.complete,
-        "/v1/embeddings": embeddings.embed,
-        "/v1/responses": responses.create,
-        "/v1/messages": messages.create,
-    }
-    batches = BatchesApi(service, intake, files, handlers)
-    described: list[Endpoints] = [
-        RenderApi(service, intake),  # before those of a reply whose id it could be
-        chats,
-        completions,
-        embeddings,
-        DecisionsApi(service, intake, answering),
-        responses,
+    apis: list[Endpoints] = [api(service, intake) for api in PLAIN_APIS]
+    batches = BatchesApi(service, intake, files, handlers_of(*apis))
+    apis += [
         FilesApi(service, intake, files),
         batches,
-        ConversationsApi(service, intake),
-        MessageBatchesApi(service, intake, files, batches.batches),  # before a message whose id it could be
-        messages,
-        OllamaApi(service, intake, answering),
-        LlamaApi(service, intake, answering),
-        ModelsApi(service, intake),
-        TokensApi(service, intake),
-        EventsApi(service, intake),
-        UsageApi(service, intake),
-        ServerInfoApi(service, intake),
+        MessageBatchesApi(service, intake, files, batches.batches),
+        *([StateApi(service, intake)] if service.options.cluster_secret else ()),
+        *(() if service.options.metrics_elsewhere else [MetricsApi(service)]),
     ]
     routes = [
-        *(counted(route, intake) for endpoints in described for route in endpoints.routes()),
-        *StateApi(service).routes(),
-        *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
+        *routes_of(*apis, wrapped=partial(counted_lookups, intake)),
         *(_page_routes(static) if static else ()),
     ]
     options = service.options
@@ -124,7 +84,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
             ClientDisconnect: answer_disconnect,
             Exception: answer_fault,
         },
-        lifespan=_lifespan(service, batches),
+        lifespan=partial(_running, service, batches),
     )
     app.router.redirect_slashes = False
     uploads = frozenset({"/v1/files"})
@@ -135,7 +95,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
 def create_metrics_app(service: Service) -> ASGIApp:
     """Returns the application for the separate metrics port."""
     return Starlette(
-        routes=OperatorApi(service).routes(with_metrics=True),
+        routes=MetricsApi(service).routes(),
         exception_handlers={HTTPException: answer_http_error},
     )
 
@@ -168,12 +128,7 @@ def _page_routes(static: Path) -> list[Route]:
     return [Route("/", page.index), Route("/static/{path:path}", page.file)]
 
 
-def _lifespan(
-    service: Service, batches: BatchesApi
-) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with service.running(), batches.running():
-            yield
-
-    return lifespan
+@contextlib.asynccontextmanager
+async def _running(service: Service, batches: BatchesApi, _: Starlette) -> AsyncIterator[None]:
+    async with service.running(), batches.running():
+        yield

@@ -28,7 +28,7 @@ from penstock.priority.verdict import Forecast, Refusal
 log = logging.getLogger("penstock.gateway")
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """The part of `engine.engine.Engine` that the gateway uses."""
 
     state: EngineState
@@ -62,7 +62,7 @@ class Dispatch:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         queue: LaneQueue,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -104,12 +104,12 @@ class Dispatch:
     def waiting(self, tenant: str, correlation: str) -> dict[str, object] | None:
         """Returns the queue place of the tenant's request with that `x-request-id`; None if it does not wait there."""
         for stream in self._by_name.get((tenant, correlation), ()):
-            places = [self._queue.position(request.request_id) for request in stream.requests]
-            if (place := max((place for place in places if place is not None), default=None)) is not None:
+            positions = [self._queue.position(request.request_id) for request in stream.requests]
+            if (last := max((one for one in positions if one is not None), default=None)) is not None:
                 waited_s = self._clock() - stream.requests[0].arrival_s
                 predicted_s = stream.predicted_ttft_s
                 left_ms = None if predicted_s is None else round(1000 * max(0.0, predicted_s - waited_s))
-                return {"position": place, "waited_ms": round(1000 * waited_s), "first_token_in_ms": left_ms}
+                return {"position": last, "waited_ms": round(1000 * waited_s), "first_token_in_ms": left_ms}
         return None
 
     # Requests come and go
@@ -155,8 +155,8 @@ class Dispatch:
     def release(self, stream: Generation) -> None:
         """Ends a stream whose reader is done or gone, cancelling whatever of it still waits or runs. Idempotent."""
         for request in stream.requests:
-            known = self._by_request.pop(request.request_id, None)
-            if known is not None and stream.num_unfinished(request.request_id):
+            queued = self._by_request.pop(request.request_id, None)
+            if queued is not None and stream.num_unfinished(request.request_id):
                 self._cancel(stream, request)
         if stream.reservation is not None:
             stream.reservation.end(stream.num_used_tokens)

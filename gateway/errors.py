@@ -26,7 +26,7 @@ _ANTHROPIC_TYPES = {
     501: "api_error",
     503: "overloaded_error",
 }
-Found = TypeVar("Found")
+ObjectT = TypeVar("ObjectT")
 
 
 class ApiError(Exception):
@@ -61,6 +61,8 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.close = close
         self.extra_headers = dict(extra_headers or {})
+        self.anthropic_message = message
+        """The message to clients of Anthropic's API."""
 
     @property
     def is_fault(self) -> bool:
@@ -71,11 +73,6 @@ class ApiError(Exception):
     def is_overload(self) -> bool:
         """Whether the server refused the request for its load alone."""
         return DROPPED_HEADER in self.extra_headers
-
-    @property
-    def anthropic_message(self) -> str:
-        """The message to clients of Anthropic's API."""
-        return self.message
 
     def body(self) -> bytes:
         """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
@@ -99,21 +96,6 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-class ContextExceeded(ApiError):
-    """The refusal of a prompt that the context has no room for."""
-
-    def __init__(self, message: str, param: str, num_tokens: int, most_tokens: int) -> None:
-        """`num_tokens` are the prompt's, at least, and `most_tokens` those that it may have."""
-        super().__init__(HTTPStatus.BAD_REQUEST, message, param=param, code="context_length_exceeded")
-        self.num_tokens = num_tokens
-        self.most_tokens = most_tokens
-
-    @property
-    def anthropic_message(self) -> str:
-        # Claude Code makes a conversation shorter when it reads this sentence.
-        return f"prompt is too long: {self.num_tokens} tokens > {self.most_tokens} maximum"
-
-
 def invalid(
     message: str, param: str | None, code: str | None = "invalid_value", status: int = HTTPStatus.BAD_REQUEST
 ) -> ApiError:
@@ -125,11 +107,11 @@ def not_found(message: str, param: str | None = None) -> ApiError:
     return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
 
 
-def existing(found: Found | None, message: str, param: str | None = None) -> Found:
+def existing(value: ObjectT | None, message: str, param: str | None = None) -> ObjectT:
     """Returns the object; raises 404 if there is none."""
-    if found is None:
+    if value is None:
         raise not_found(message, param)
-    return found
+    return value
 
 
 def gone(message: str, code: str) -> ApiError:

@@ -11,25 +11,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-
-
-class Instrument(Protocol):
-    """The measurements of one combination of labels."""
-
-    @property
-    def version(self) -> float:
-        """Changes whenever a sample does."""
-        ...
-
-    def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
-        """Returns the name and the additional labels of each sample of a metric with this name."""
-        ...
-
-    def samples(self) -> Iterable[float]: ...
 
 
 class Gauge:
@@ -57,9 +42,11 @@ class Gauge:
 
     @property
     def version(self) -> float:
+        """Changes whenever a sample does."""
         return self.value
 
     def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
+        """Returns the name and the additional labels of each sample of a metric with this name."""
         return [(name, {})]
 
     def samples(self) -> Iterable[float]:
@@ -70,9 +57,6 @@ class Counter(Gauge):
     """A value that only rises."""
 
     __slots__ = ()
-
-    def names(self, name: str) -> list[tuple[str, Mapping[str, str]]]:
-        return [(f"{name}_total", {})]
 
 
 class Histogram:
@@ -105,24 +89,31 @@ class Histogram:
         yield self._sum
 
 
+Instrument = Gauge | Histogram
+"""The measurements of one combination of labels."""
 Kind = Literal["counter", "gauge", "histogram"]
-Made = TypeVar("Made", bound=Instrument, covariant=True)
+InstrumentT = TypeVar("InstrumentT", bound=Instrument, covariant=True)
 
 
-class Metric(Generic[Made]):
+class Metric(Generic[InstrumentT]):
     """A metric: an instrument for each combination of its labels' values."""
 
     def __init__(
-        self, name: str, kind: Kind, documentation: str, labels: Sequence[str], make: Callable[[], Made]
+        self,
+        name: str,
+        kind: Kind,
+        documentation: str,
+        labels: Sequence[str],
+        make: Callable[[], InstrumentT],
     ) -> None:
         self.name = name
         self.kind = kind
         self.documentation = documentation
         self.label_names = tuple(labels)
-        self.instruments: dict[tuple[str | int, ...], Made] = {}
+        self.instruments: dict[tuple[str | int, ...], InstrumentT] = {}
         self._make = make
 
-    def labels(self, *values: str | int) -> Made:
+    def labels(self, *values: str | int) -> InstrumentT:
         """Returns the instrument of these labels; the same one at each call."""
         if (instrument := self.instruments.get(values)) is None:
             instrument = self.instruments[values] = self._make()
@@ -139,7 +130,7 @@ class Exposition:
         self._prefix = prefix
         self._views: list[_View] = []
 
-    def _add(self, metric: Metric[Made]) -> Callable[..., Made]:
+    def _add(self, metric: Metric[InstrumentT]) -> Callable[..., InstrumentT]:
         self.metrics[metric.name] = metric
         self.show(metric, self._prefix + metric.name)
         return metric.labels
@@ -151,7 +142,7 @@ class Exposition:
 
     def show(
         self,
-        metric: Metric[Made],
+        metric: Metric[InstrumentT],
         name: str,
         labels: Mapping[str, str] | None = None,
         renamed: Mapping[str, str] | None = None,
@@ -194,12 +185,11 @@ class _View:
         self, metric: Metric[Instrument], name: str, labels: Mapping[str, str], renamed: Mapping[str, str]
     ) -> None:
         self._metric = metric
-        self._name = name
+        self._name = f"{name}_total" if metric.kind == "counter" else name
         self._labels = labels
         self._label_names = [renamed.get(label, label) for label in metric.label_names]
-        shown = f"{name}_total" if metric.kind == "counter" else name
         help_text = metric.documentation.replace("\\", r"\\").replace("\n", r"\n")
-        self._head = f"# HELP {shown} {help_text}\n# TYPE {shown} {metric.kind}\n"
+        self._head = f"# HELP {self._name} {help_text}\n# TYPE {self._name} {metric.kind}\n"
         self._series: dict[tuple[str | int, ...], _Series] = {}
 
     def text(self) -> str:
@@ -213,9 +203,9 @@ class _View:
 
     def _prefixes(self, values: tuple[str | int, ...], instrument: Instrument) -> list[str]:
         """Returns what comes before the value in each line."""
-        own = dict(zip(self._label_names, values, strict=True))
+        labels = dict(zip(self._label_names, values, strict=True))
         return [
-            f"{name}{_labels({**own, **self._labels, **more})} "
+            f"{name}{_labels({**labels, **self._labels, **more})} "
             for name, more in instrument.names(self._name)
         ]
 

@@ -107,8 +107,8 @@ def _check_counts(body: bytes, limits: Limits) -> None:
     containers = values = num_quotes = 0
     for start in range(0, len(body), _PIECE_BYTES):
         piece = body[start : start + _PIECE_BYTES]
-        found, commas, _ = _count(_STRING.sub(b"", b'"' + piece if num_quotes % 2 else piece))
-        containers += found
+        brackets, commas, _ = _count(_STRING.sub(b"", b'"' + piece if num_quotes % 2 else piece))
+        containers += brackets
         values += commas
         num_quotes += piece.count(b'"')
         for number, (what, most) in zip((containers, values, num_quotes / 2), bounds, strict=True):

@@ -12,7 +12,6 @@ from penstock.engine.planning.request import FinishReason, Timings
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import ExpertUse, StepReport
 from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
-from penstock.gateway.promises import PromiseMetrics
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token
 from penstock.priority.coverage import Coverage
@@ -276,6 +275,42 @@ class Metrics:
         self._vllm = _VllmNames(self, model, cache_config)
 
 
+class PromiseMetrics:
+    """The metrics of the lanes' promises, which the queue counts."""
+
+    def __init__(self, page: Exposition) -> None:
+        self._promises = page.counters(
+            "promises",
+            "Requests let in with a promise on the first token, kept or broken.",
+            ["lane", "outcome"],
+        )
+        self._needless = page.counters(
+            "needless_refusals",
+            "Expected number of late requests, refused or sent to the standard lane, that would have been in time, by "
+            "those let in near the border.",
+            ["lane"],
+        )
+        self._interval = page.gauges(
+            "promise_coverage_ratio",
+            "The 95 % interval of the share of promises kept, since the start.",
+            ["lane", "bound"],
+        )
+        self._margin = page.gauges(
+            "promise_margin_ratio",
+            "The factor on forecasts before they are compared with the promise, learnt from broken and kept ones.",
+            ["lane"],
+        )
+
+    def set(self, coverage: Mapping[Lane, Coverage]) -> None:
+        for lane, one in coverage.items():
+            self._promises(lane.label, "kept").set(one.num_kept)
+            self._promises(lane.label, "broken").set(one.num - one.num_kept)
+            self._needless(lane.label).set(one.num_needless)
+            for bound, value in zip(("low", "high"), one.interval, strict=True):
+                self._interval(lane.label, bound).set(value)
+            self._margin(lane.label).set(one.margin.value)
+
+
 class StoreMetrics:
     """The metrics of a store, which counts for itself."""
 
@@ -346,14 +381,14 @@ class _VllmNames:
     def __init__(self, metrics: Metrics, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
         self._metrics = metrics
         self._cache_config = cache_config
-        page, own = metrics.page, {"model_name": model, "engine": "0"}
+        page, common = metrics.page, {"model_name": model, "engine": "0"}
         for name, others in _VLLM.items():
             for other in others:
-                page.show(page.metrics[name], f"vllm:{other}", own, {"finish_reason": "finished_reason"})
+                page.show(page.metrics[name], f"vllm:{other}", common, {"finish_reason": "finished_reason"})
 
         def derived(kind: Kind, name: str, documentation: str, labels: Sequence[str] = ()) -> Metric[Gauge]:
             metric = Metric(name, kind, documentation, labels, Counter if kind == "counter" else Gauge)
-            page.show(metric, f"vllm:{name}", own)
+            page.show(metric, f"vllm:{name}", common)
             return metric
 
         drafts, accepted = (page.metrics[f"{kind}_tokens"].documentation for kind in ("draft", "accepted"))

@@ -8,7 +8,7 @@ import logging
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -23,12 +23,11 @@ from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.access.quotas import Quotas
 from penstock.gateway.background import end, meanwhile
-from penstock.gateway.dispatch import Dispatch, Engine, Tracing
+from penstock.gateway.dispatch import Dispatch, ServingEngine, Tracing
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
 from penstock.gateway.limits import Limits
 from penstock.gateway.metrics import Metrics
-from penstock.gateway.promises import shown
 from penstock.gateway.sessions.owners import tag_of
 from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter, Warming, WarmUp
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
@@ -38,11 +37,12 @@ from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.sessions.responses import records, writer
 from penstock.gateway.store.interface import Store
 from penstock.gateway.tenants import Tenants
-from penstock.gateway.watch import StepWatch, Watches
+from penstock.gateway.watch import Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.reading import AUTO, Formats
 from penstock.gateway.wire.sampling import SamplingDefaults
+from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
 from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.state import Load
@@ -115,7 +115,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         queue: LaneQueue,
         prompts: Prompts,
         options: ServiceOptions,
@@ -142,7 +142,7 @@ class Service:
         self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
         """Token ids are smaller than this."""
         self.store = store
-        self._watches = Watches()
+        self.watches = Watches(clock, lambda: self.metrics.num_output_tokens)
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
@@ -172,7 +172,7 @@ class Service:
         """Takes the report of a step, or of several if the event loop fell behind."""
         for report in reports:
             self.prefixes.take(report.prefix_events)
-            self._watches.note(report)
+            self.watches.note(report)
         self.dispatch.deliver(*reports)
 
     # Watching over
@@ -214,7 +214,7 @@ class Service:
     def note_loop_lag(self, lag_s: float) -> None:
         """Notes how late the event loop ran a timer."""
         self.metrics.loop_lag.observe(lag_s)
-        self._watches.note_lag(lag_s)
+        self.watches.note_lag(lag_s)
 
     def warm_up(self) -> None:
         """Begins to compute what the processes before this one had in their caches, while nobody needs the engine."""
@@ -277,7 +277,7 @@ class Service:
                 "waiting": depth,
                 "forecast_ttft_ms": self._forecast_ms(lane),
                 "promised_ttft_ms": _ms(self.options.promises.get(lane)),
-                **shown(coverage.get(lane)),
+                **_coverage(coverage.get(lane)),
             }
             for lane, depth in self._queue.depths().items()
         }
@@ -305,14 +305,6 @@ class Service:
         """Returns the load of this replica, for switches."""
         num_free_kv = self._engine.stats().num_free_tokens
         return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
-
-    def watching(self) -> AbstractContextManager[StepWatch]:
-        """While this is entered, what `watched` tells is kept."""
-        return self._watches.watching(self.clock(), self.metrics.num_output_tokens)
-
-    def watched(self, watch: StepWatch) -> dict[str, object]:
-        """Returns the work of the steps since the last call."""
-        return watch.take(self.clock(), self.metrics.num_output_tokens)
 
     def block_map(self) -> dict[str, object] | None:
         """Returns the KV blocks for `/v1/events`, in base64; None before the engine is ready."""
@@ -373,6 +365,17 @@ class Service:
         self.dispatch.draining = True
         if self._warm_up is not None:
             self._warm_up.cancel()
+
+
+def _coverage(coverage: Coverage | None) -> dict[str, object]:
+    """Returns a lane's coverage for `/v1/events`."""
+    if coverage is None or not coverage.num:
+        return {"attainment": None, "coverage": None}
+    low, high = coverage.interval
+    return {
+        "attainment": coverage.num_kept / coverage.num,
+        "coverage": {"promised": coverage.num, "kept": coverage.num_kept, "low": low, "high": high},
+    }
 
 
 def _states(use: StateUse) -> dict[str, int] | None:

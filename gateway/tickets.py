@@ -33,23 +33,23 @@ class Tickets:
     def listening(self, switch: str, secret: str) -> Iterator[list[int]]:
         """Collects this switch's admitted tickets while it is entered; the caller reports and clears them."""
         mine: list[int] = []
-        self._let_in[switch] = known = secret, mine
+        self._let_in[switch] = entry = secret, mine
         try:
             yield mine
         finally:
-            if self._let_in.get(switch) is known:
+            if self._let_in.get(switch) is entry:
                 del self._let_in[switch]
 
     def note_let_in(self) -> None:
         """The request that the running task answers is in the queue."""
-        asked = CORRELATION.get()
-        if asked is None or not asked.ticket:
+        correlation = CORRELATION.get()
+        if correlation is None or not correlation.ticket:
             return
-        sender, _, number = asked.ticket.rpartition("/")
+        sender, _, number = correlation.ticket.rpartition("/")
         switch = sender.rpartition(".")[2]
         secret, waiting = self._let_in.get(switch, ("", None))
         if waiting is None or len(waiting) >= MAX_TICKETS or len(number) > 15 or not number.isdecimal():
             return
         right = ticket_of(secret, switch, int(number))
-        if hmac.compare_digest(asked.ticket.encode(), right.encode()):
+        if hmac.compare_digest(correlation.ticket.encode(), right.encode()):
             waiting.append(int(number))

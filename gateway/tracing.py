@@ -47,7 +47,7 @@ class Traces:
         resource = Resource.create().merge(ours).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
-            BatchSpanProcessor(_Told(exporter, endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT"))
+            BatchSpanProcessor(_LoggingExporter(exporter, endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT"))
         )
         self._tracer = self._provider.get_tracer("penstock")
         self._propagator = TraceContextTextMapPropagator()
@@ -58,14 +58,14 @@ class Traces:
 
     def begin(self, stream: Generation) -> None:
         """Its requests are about to be queued; what nobody asked for has no span."""
-        asked = CORRELATION.get()
-        if asked is None:
+        correlation = CORRELATION.get()
+        if correlation is None:
             return
         request, zero_ns = stream.requests[0], time.time_ns() - _ns(self._clock())
-        operation = "text_completion" if asked.path == _TEXT_COMPLETIONS else "chat"
+        operation = "text_completion" if correlation.path == _TEXT_COMPLETIONS else "chat"
         span = self._tracer.start_span(
             f"{operation} {self._model}",
-            context=self._propagator.extract(asked.trace_headers),
+            context=self._propagator.extract(correlation.trace_headers),
             kind=SpanKind.SERVER,
             start_time=zero_ns + _ns(request.arrival_s),
             attributes={
@@ -77,11 +77,11 @@ class Traces:
                 "gen_ai.request.choice.count": sum(each.n for each in stream.requests),
                 "gen_ai.usage.input_tokens": stream.num_prompt_tokens,
                 "penstock.tenant": request.tenant,
-                "penstock.request_id": asked.request_id,
+                "penstock.request_id": correlation.request_id,
             },
         )
         span.add_event("queued", timestamp=zero_ns + _ns(self._clock()))
-        asked.trace_id = format_trace_id(span.get_span_context().trace_id)
+        correlation.trace_id = format_trace_id(span.get_span_context().trace_id)
         self._spans[stream] = span, zero_ns
 
     def end(self, stream: Generation) -> None:
@@ -134,7 +134,7 @@ def _describe(span: Span, stream: Generation) -> None:
         span.set_status(Status(StatusCode.ERROR, stream.error.message))
 
 
-class _Told(SpanExporter):
+class _LoggingExporter(SpanExporter):
     """Says once that spans cannot be sent, and once that they can be again."""
 
     def __init__(self, exporter: SpanExporter, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from penstock.engine.planning.step import StepReport
 
@@ -56,7 +56,7 @@ class StepWatch:
             (_ms(started_s - self._began_s), _ms(duration_s), *numbers)
             for started_s, duration_s, *numbers in self._steps
         ]
-        told: dict[str, object] = {
+        event: dict[str, object] = {
             "at_ms": _ms(now - self._began_s),
             "num_steps": self._num_steps,
             "busy_ms": _ms(self._busy_s),
@@ -69,21 +69,24 @@ class StepWatch:
         }
         self._num_output_tokens = num_output_tokens
         self._clear()
-        return told
+        return event
 
 
 class Watches:
     """All listeners."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float], num_output_tokens: Callable[[], int]) -> None:
+        self._clock = clock
+        self._num_output_tokens = num_output_tokens
         self._watches: dict[StepWatch, None] = {}
 
     @contextlib.contextmanager
-    def watching(self, now: float, num_output_tokens: int) -> Iterator[StepWatch]:
-        watch = StepWatch(now, num_output_tokens)
+    def watching(self) -> Iterator[Callable[[], dict[str, object]]]:
+        """Gives a function that returns the work of the steps since its last call."""
+        watch = StepWatch(self._clock(), self._num_output_tokens())
         self._watches[watch] = None
         try:
-            yield watch
+            yield lambda: watch.take(self._clock(), self._num_output_tokens())
         finally:
             del self._watches[watch]
 

@@ -1,56 +1,50 @@
-"""The answer to a request: it is let in, its prompts are made, and its reply begins, live or recorded."""
+"""The answer to a request: it is let in, its reply begins, live or recorded, and is sent, streamed or whole."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
-from penstock.gateway.endpoints.intake import Arrival, Endpoints, Intake
-from penstock.gateway.endpoints.replies import Sender, live
-from penstock.gateway.endpoints.requests import FREE, Guidance, RequestMaker
-from penstock.gateway.endpoints.scoring import Scoring
+from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.background import meanwhile
+from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
+from penstock.gateway.endpoints.operation import Handler, Operation
+from penstock.gateway.endpoints.requests import Made, RequestMaker
 from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.json_response import Json
-from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
-from penstock.gateway.reply.live import Live
+from penstock.gateway.reply.generation import Live
+from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
 from penstock.gateway.sessions.owners import owned_id
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
-from penstock.gateway.wire.ask import Ask, Input, Turn
-from penstock.gateway.wire.labels import Steps
-from penstock.gateway.wire.questions import Questions
+from penstock.gateway.wire.ask import Ask, Turn
+from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.sampling import SEARCH_FIELDS, check_beams
 from penstock.gateway.wire.strict import Body
-from penstock.gateway.wire.writing import Counts, Head, WholeWriter
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter, Writer
 
+_PIECE_BYTES = 64 * 1024
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """The requests of an arrival, and what is known of their answers."""
-
-    requests: list[Request]
-    guidance: Guidance = FREE
-    echoes: Sequence[str] = ()
-    """The texts of the prompts, if choices begin with them."""
-    steps: Sequence[Sequence[Steps]] = ()
-    """The steps of each question's labels."""
-
-
-MakeWriter = Callable[[Head, Arrival, Made], WholeWriter[Counts]]
+Keep = Callable[[dict[str, Any], int], Awaitable[None]]
+"""A Keep takes a whole reply's JSON and its size in bytes."""
+MakeWriter = Callable[[Head, Inbound, Made], WholeWriter[Counts]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
 
 
@@ -64,12 +58,12 @@ class Recorder(ABC):
     always = False
     """Whether every reply is recorded."""
 
-    def thread(self, came: Arrival) -> AbstractAsyncContextManager[Thread]:  # noqa: ARG002
+    def thread(self, inbound: Inbound) -> AbstractAsyncContextManager[Thread]:  # noqa: ARG002
         """Holds the thread that a turn continues until its recording has begun."""
         return contextlib.nullcontext(NO_THREAD)
 
     @abstractmethod
-    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> dict[str, Any]:
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:
         """Returns what a recording has to know of its request, as JSON."""
 
     @abstractmethod
@@ -80,106 +74,92 @@ class Recorder(ABC):
         """Returns the reply to a request that was sent before."""
 
 
-class Answering:
-    """Answers the requests for one service's model."""
+class ModelEndpoints(Endpoints):
+    """Some endpoints whose requests the model answers."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
-        self._service = service
-        self._intake = intake
-        self._maker = RequestMaker(service, intake.ignore)
-        self._scoring = Scoring(service, self._maker)
+        super().__init__(service, intake)
+        self._made = RequestMaker(service, intake).made
 
-    async def answer(
+    async def _answer(
         self,
         http: HttpRequest,
         kind: type[Body],
         write: MakeWriter,
-        prefix: str,
         recorder: Recorder | None = None,
-        load: Callable[[Ask], dict[str, object]] = lambda _: {},
+        *,
+        prefix: str = "reply-",
+        load: Callable[[Inbound], dict[str, object]] = lambda _: {},
     ) -> Response:
         """Answers a request whose body is of a kind.
 
         Args:
-            prefix: the beginning of the reply's id.
+            recorder: records replies that outlive their connection.
+            prefix: the beginning of the ids of replies that are never recorded.
             load: returns the reply to an ask for nothing but that the model be loaded.
 
         Raises:
             ApiError: 4xx or 503, for everything that a request may be refused for.
         """
-        came = await self._intake.begin(http, kind)
-        ask = came.ask
+        inbound = await self._intake.begin(http, kind)
+        ask = inbound.ask
         self._check(ask)
         if not ask.input:
-            return Json(load(ask))
-        key = None if recorder is None else idempotency_key(http)
+            return Json(load(inbound))
+        key = idempotency_key(http) if recorder is not None and HEADER in http.headers else None
         outlives = recorder is not None and (
             key is not None or ask.kept.background or _is_resumable(http, ask)
         )
         if recorder is None or not (recorder.always or outlives):
-            return await self._live(came, write, prefix + secrets.token_hex(16))
+            prefix = prefix if recorder is None else recorder.prefix
+            return await self._live(inbound, write, prefix + secrets.token_hex(16))
         check_recordable(ask, recorder, key)
-        came = replace(came, is_recorded=True)
+        inbound = replace(inbound, is_recorded=True)
         reply_id = owned_id(recorder.prefix, self._service.tag, recorder.num_digits)
-        start = partial(self._recording, came, recorder, reply_id, outlives)
-        recording = await self._service.idempotency.once(came.tenant.name, key, came.body, reply_id, start)
+        start = partial(self._begin_recording, inbound, recorder, reply_id, outlives)
+        recording = await self._service.idempotency.once(
+            inbound.tenant.name, key, inbound.body, reply_id, start
+        )
         if isinstance(recording, str):
-            return await recorder.repeat(came.tenant.name, recording, came.body)
-        return recorder.reply(recording, came.body)
+            return await recorder.repeat(inbound.tenant.name, recording, inbound.body)
+        return recorder.reply(recording, inbound.body)
 
-    async def _live(self, came: Arrival, write: MakeWriter, reply_id: str) -> Sender:
-        self._check_room(came)
-        ask, made = came.ask, await self._made(came, reply_id)
+    async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Sender:
+        self._check_room(inbound)
+        ask, made = inbound.ask, await self._made(inbound, reply_id)
         stored = ask.kept.stored
         reply = Live(
             made.requests,
-            await self._intake.reserve(came.client, made.requests),
-            write(self._head(ask, reply_id), came, made),
+            await self._intake.reserve(inbound.client, made.requests),
+            write(self._head(ask, reply_id), inbound, made),
             streamed=ask.streams,
-            thoughts=self._service.formats.thoughts(made.guidance.reading),
+            thoughts=self._service.formats.thoughts(made.reading),
             echoes=made.echoes,
             in_full=ask.shown.extras.token_ids or ask.shown.usage_so_far,
             keeps=ask.streams and (ask.kept.output or stored is not None),
         )
-        keep_whole = None if stored is None else partial(keep, self._service.store, came.tenant.name, stored)
-        return live(self._service, reply, keep_whole)
+        keep_whole = (
+            None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
+        )
+        return LiveSender(self._service, reply, keep_whole)
 
-    async def _recording(self, came: Arrival, recorder: Recorder, reply_id: str, outlives: bool) -> Recording:
-        self._check_room(came)
-        kept, head = came.ask.kept, self._head(came.ask, reply_id)
-        async with recorder.thread(came) as thread:
-            made = await self._made(came, reply_id, thread)
+    async def _begin_recording(
+        self, inbound: Inbound, recorder: Recorder, reply_id: str, outlives: bool
+    ) -> Recording:
+        self._check_room(inbound)
+        kept, head = inbound.ask.kept, self._head(inbound.ask, reply_id)
+        async with recorder.thread(inbound) as thread:
+            made = await self._made(inbound, reply_id, thread)
             return await self._service.recordings.start(
                 made.requests[0],
                 kind=recorder.kind,
-                details=recorder.details(came, made, thread, head),
+                details=recorder.details(inbound, made, thread, head),
                 created=head.created,
                 detachable=outlives,
                 journalled=outlives,
                 max_detached_s=None if kept.background else self._service.options.timeouts.detached_s,
-                reservation=await self._intake.reserve(came.client, made.requests),
+                reservation=await self._intake.reserve(inbound.client, made.requests),
             )
-
-    async def _made(self, came: Arrival, reply_id: str, thread: Thread = NO_THREAD) -> Made:
-        ask, prompting = came.ask, self._intake.prompting(came.tenant, came.urgency.lane)
-        if isinstance(ask.input, Questions):
-            request, steps = await self._scoring.request(came, ask.input, prompting, reply_id)
-            return Made(requests=[request], steps=steps)
-        answer = await self._maker.answer_grammar(came)
-        prompts = await prompting.prompts(ask, thread)
-        guidance = await self._maker.guidance(came, prompting, prompts[0], answer)
-        ids = [reply_id] if came.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
-        requests = await self._maker.requests(came, dict(zip(ids, prompts, strict=True)), guidance)
-        echoes = await self._echoes(ask.input, prompts) if ask.shown.echo else ()
-        return Made(requests=requests, guidance=guidance, echoes=echoes)
-
-    async def _echoes(self, given: Input, prompts: list[list[int]]) -> Sequence[str]:
-        """Returns the text of each prompt: as it was sent, or spelt out."""
-        assert isinstance(given, tuple)
-        if texts := given[0].texts:
-            return texts
-        decode = partial(self._service.tokenizer.decode, skip_special=False)
-        return await off_loop(TOKEN_BYTES * sum(map(len, prompts)), lambda: list(map(decode, prompts)))
 
     def _check(self, ask: Ask) -> None:
         self._intake.check_model(ask.model)
@@ -193,11 +173,11 @@ class Answering:
     def _most_beams(self) -> int:
         return min(self._service.options.limits.max_beams, self._service.engine_stats().max_num_seqs)
 
-    def _check_room(self, came: Arrival) -> None:
+    def _check_room(self, inbound: Inbound) -> None:
         """Raises 429 or 503 if no prompt that the ask may have is let in, before it is tokenised."""
         dispatch = self._service.dispatch
-        most = dispatch.context_length if isinstance(came.ask.input, Turn) else came.num_bytes
-        dispatch.check_room(came.urgency, came.tenant.name, came.at_s, most)
+        most = dispatch.context_length if isinstance(inbound.ask.input, Turn) else inbound.num_bytes
+        dispatch.check_room(inbound.urgency, inbound.tenant.name, inbound.at_s, most)
 
     def _head(self, ask: Ask, reply_id: str) -> Head:
         fingerprint = self._service.options.system_fingerprint
@@ -236,9 +216,178 @@ def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
         raise invalid(f"There can only be one prompt together with {way}.", ask.field)
 
 
-class ModelEndpoints(Endpoints):
-    """Some endpoints whose requests go to the model."""
+class Sender(Response, ABC):
+    """Sends the output of a reply to one reader, as a stream or as a whole."""
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake)
-        self._answer = answering.answer
+    def __init__(
+        self,
+        service: Service,
+        reader: Live | Reader,
+        reservation: Reservation | None,
+        *,
+        streamed: bool,
+        at_once: bool = False,
+        keep: Keep | None = None,
+    ) -> None:
+        """
+        Args:
+            at_once: the status is not held back until there is something to show.
+            keep: is given the whole reply before the last of it is sent.
+        """
+        self._service = service
+        self._reader = reader
+        self._writer: Writer[Any] = reader.writer
+        self._quota_headers = dict({} if reservation is None else reservation.headers)
+        self._streamed = streamed
+        self._at_once = at_once
+        self._keep = keep
+        self.background = None
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Connects the reader and starts its work."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Detaches the connection when it is gone or has everything; idempotent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
+        self._reader.connection = connection
+        self._begin()
+        async with meanwhile(connection.watch(receive, self._leave)):
+            try:
+                if self._streamed:
+                    await self._send_stream(connection)
+                else:
+                    await self._send_whole(connection)
+            finally:
+                self._leave()
+
+    async def _send_stream(self, connection: Connection) -> None:
+        reader = self._reader
+        if self._at_once:
+            await self._commit(connection)
+        while not reader.at_end:
+            await reader.news()
+            if connection.gone:
+                return
+            if not connection.committed:
+                self._check()  # from here on the status is 200: an error before this is a plain one
+                await self._commit(connection)
+            body = reader.take()
+            if reader.at_end and reader.finished and reader.refusal is None and self._keep is not None:
+                await self._kept(self._keep)
+            if connection.overdue:
+                connection.overdue = False
+                body = body or self._writer.keepalive
+            if body or reader.at_end:
+                await connection.send(body, more=not reader.at_end)
+            if reader.is_behind:
+                await asyncio.sleep(0)
+
+    async def _commit(self, connection: Connection) -> None:
+        media_type = self._writer.media_type
+        await connection.commit(({"content-type": media_type} if media_type else {}) | self._quota_headers)
+
+    async def _send_whole(self, connection: Connection) -> None:
+        await self._reader.end()
+        self._check()
+        if not self._reader.finished:
+            return
+        headers = dict(self._quota_headers)
+        if isinstance(self._reader, Live):
+            arrival_s = self._reader.requests[0].arrival_s
+            headers["openai-processing-ms"] = str(math.ceil((self._service.clock() - arrival_s) * 1000))
+        reader = self._reader
+        if self._keep is not None:
+            body = await self._kept(self._keep)
+            pieces: Iterator[bytes] = (
+                body[start : start + _PIECE_BYTES] for start in range(0, len(body), _PIECE_BYTES)
+            )
+        else:
+            pieces = json_pieces(await whole(self._writer, reader.reply, reader.outputs()))
+        await connection.send_whole(pieces, headers)
+
+    def _check(self) -> None:
+        if self._reader.refusal is not None:
+            raise self._reader.refusal
+
+    async def _kept(self, keep: Keep) -> bytes:
+        """Has the whole reply kept, and returns its JSON."""
+        reader = self._reader
+        body, completion = await whole_json(self._writer, reader.reply, reader.outputs())
+        await keep(completion, len(body))
+        return body
+
+
+class LiveSender(Sender):
+    """Submits a reply when the server calls it, and sends its output.
+
+    Its requests are cancelled the moment their client is gone, whatever state they are in.
+    """
+
+    def __init__(self, service: Service, reply: Live, keep: Keep | None = None) -> None:
+        """A stream of which the whole reply is kept `keeps` its output."""
+        super().__init__(service, reply, reply.reservation, streamed=reply.is_streamed, keep=keep)
+        self._live = reply
+
+    def _begin(self) -> None:
+        self._service.dispatch.submit(self._live)
+
+    def _leave(self) -> None:
+        self._service.dispatch.release(self._live)
+
+
+class RecordedSender(Sender):
+    """Sends the events that a reader lacks and new ones, or the whole reply at its end."""
+
+    def __init__(
+        self, service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False
+    ) -> None:
+        super().__init__(service, reader, reader.recording.reservation, streamed=streamed, at_once=at_once)
+        self._recorded = reader
+
+    def _begin(self) -> None:
+        if self._recorded.position >= 0:
+            self._service.metrics.follows.inc()
+        self._recorded.recording.attach(self._recorded)
+
+    def _leave(self) -> None:
+        recording, now = self._recorded.recording, self._service.clock()
+        recording.detach(self._recorded, now)
+        if recording.is_abandoned(now):
+            self._service.recordings.cancel(recording)
+
+
+def position_asked(http: HttpRequest) -> int:
+    """Returns the last event that the client has, as `starting_after` or a browser's EventSource says; -1 for none.
+
+    Raises:
+        ApiError: 400, if it is not a number.
+    """
+    text = http.query_params.get("starting_after") or http.headers.get("last-event-id")
+    if text is None or text == "-1":
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise invalid("'starting_after' must be the number of an event.", "starting_after")
+    return int(text)
+
+
+def counted_lookups(intake: Intake, operation: Operation, handle: Handler) -> Handler:
+    """Returns a handler that counts each request for what is kept.
+
+    To follow a long reply takes as much of the server as a short one.
+    """
+    if not operation.is_lookup:
+        return handle
+
+    async def counting(http: HttpRequest) -> Response:
+        headers = await intake.count(intake.client(http))
+        response = await handle(http)
+        if not isinstance(response, Sender):  # that has the headers of its own reservation
+            response.headers.update(headers)
+        return response
+
+    return counting

@@ -20,12 +20,12 @@ import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import Message
 
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.files import begun
-from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Handler, Intake, route
+from penstock.gateway.endpoints.intake import CLIENT, Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, Handler, looks_up, serves
 from penstock.gateway.errors import ApiError, existing, invalid
 from penstock.gateway.http.correlation import CORRELATION, Correlation
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
@@ -106,7 +106,7 @@ class _OneApi(Endpoints):
         return Json(self.view(http, batch))
 
     async def cancel(self, http: HttpRequest) -> Response:
-        """Cancels a batch, or shows it if it has ended."""
+        """Stops a batch, or shows it if it has ended."""
         tenant, batch = await self._found(http)
         with answering():
             return Json(self.view(http, await self._batches.cancel(tenant, batch.id) or batch))
@@ -130,9 +130,9 @@ class BatchesApi(_OneApi):
     ids, parameter, param, name = BATCH_ID, "batch_id", "id", "batch"
 
     def __init__(
-        self, service: Service, intake: Intake, files: Files, handlers: Mapping[Endpoint, Handler]
+        self, service: Service, intake: Intake, files: Files, handlers: Mapping[str, Mapping[str, Handler]]
     ) -> None:
-        """`handlers` are the endpoints that lines can be sent to."""
+        """`handlers` are those of the paths that lines can be sent to, by HTTP method."""
         self.batches = Batches(
             service.store,
             service.dispatch,
@@ -145,13 +145,6 @@ class BatchesApi(_OneApi):
         super().__init__(service, intake, files, self.batches)
         self._handlers = handlers
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/batches", GET=self.list_batches, POST=self.create),
-            route("/v1/batches/{batch_id}", GET=self.show),
-            route("/v1/batches/{batch_id}/cancel", POST=self.cancel),
-        ]
-
     def view(self, http: HttpRequest, batch: Batch) -> dict[str, Any]:  # noqa: ARG002
         return batch.as_json()
 
@@ -159,7 +152,9 @@ class BatchesApi(_OneApi):
         """Takes over batches of processes that are gone while it is entered."""
         return self.batches.running()
 
+    @serves("POST /v1/batches", ONCE, BatchBody, statuses=(404, 429, 503))
     async def create(self, http: HttpRequest) -> Response:
+        """Run the requests in a file."""
         tenant = self._intake.tenant(http)
         body = await self._intake.read(http, BatchBody)
         check_metadata(body.metadata)
@@ -174,7 +169,9 @@ class BatchesApi(_OneApi):
         await self.batches.create(tenant, batch)
         return Json(shown)
 
+    @looks_up("/v1/batches", ANY, query=PageQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
+        """List batches."""
         tenant = self._intake.tenant(http)
         query = validated(PageQuery, http.query_params)
         with answering():
@@ -184,6 +181,16 @@ class BatchesApi(_OneApi):
         # The ids of the page stay, for the next one to go on after.
         listed["data"] = [batch.as_json() for batch in read]
         return Json(listed)
+
+    @looks_up("/v1/batches/{batch_id}", BY_ID)
+    async def show(self, http: HttpRequest) -> Response:
+        """Show a batch."""
+        return await super().show(http)
+
+    @serves("POST /v1/batches/{batch_id}/cancel", BY_ID)
+    async def cancel(self, http: HttpRequest) -> Response:
+        """Stop a batch."""
+        return await super().cancel(http)
 
     # One line
 
@@ -197,7 +204,7 @@ class BatchesApi(_OneApi):
             sent.append(message)
 
         try:
-            response = await self._handlers[endpoint](http)
+            response = await self._handlers[endpoint]["POST"](http)
             await response(http.scope, http.receive, send)
         except ApiError as error:
             if self._service.dispatch.draining or error.code == "engine_failed":
@@ -232,15 +239,6 @@ class MessageBatchesApi(_OneApi):
     ids, parameter, name = MESSAGE_BATCH_ID, "message_batch_id", "message batch"
     param = parameter
 
-    def routes(self) -> list[Route]:
-        one = "/v1/messages/batches/{message_batch_id}"
-        return [
-            route("/v1/messages/batches", GET=self.list_batches, POST=self.create),
-            route(one, GET=self.show, DELETE=self.delete),
-            route(f"{one}/cancel", POST=self.cancel),
-            route(f"{one}/results", GET=self.results),
-        ]
-
     def view(self, http: HttpRequest, batch: Batch) -> dict[str, Any]:
         """Returns a batch as Anthropic's API shows it."""
         status = "canceling" if batch.status == "cancelling" else "in_progress"
@@ -257,7 +255,9 @@ class MessageBatchesApi(_OneApi):
             "results_url": f"{_url(http, batch.id)}/results" if batch.ended else None,
         }
 
+    @serves("POST /v1/messages/batches", ONCE, MessageBatchBody, statuses=(429, 503))
     async def create(self, http: HttpRequest) -> Response:
+        """Run requests for messages."""
         tenant = self._intake.tenant(http)
         requests = (await self._intake.read(http, MessageBatchBody)).requests
         _check_requests(requests)
@@ -274,7 +274,9 @@ class MessageBatchesApi(_OneApi):
             raise
         return Json(shown)
 
+    @looks_up("/v1/messages/batches", ANY, query=CursorQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
+        """List batches of messages."""
         tenant = self._intake.tenant(http)
         query = validated(CursorQuery, http.query_params)
         with answering():
@@ -282,7 +284,9 @@ class MessageBatchesApi(_OneApi):
             read = await BATCHES.some(self._store, tenant, ids)
         return Json(cursor_page([self.view(http, batch) for batch in read], ids, has_more=has_more))
 
+    @serves("DELETE /v1/messages/batches/{message_batch_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
+        """Forget a batch of messages that has ended."""
         tenant, batch = await self._ended(http)
         for file in await self._files.all(tenant):
             if file.id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
@@ -291,9 +295,26 @@ class MessageBatchesApi(_OneApi):
             await self._store.delete(Key(BATCHES.kind, tenant, batch.id))
         return Json({"id": batch.id, "type": "message_batch_deleted"})
 
+    @looks_up(
+        "/v1/messages/batches/{message_batch_id}/results",
+        BY_ID,
+        answers=("application/x-jsonl",),
+        statuses=(410,),
+    )
     async def results(self, http: HttpRequest) -> Response:
+        """Give the results of a batch of messages that has ended."""
         parts = await begun(self._results(*await self._ended(http)))
         return StreamingResponse(parts, media_type="application/x-jsonl")
+
+    @looks_up("/v1/messages/batches/{message_batch_id}", BY_ID)
+    async def show(self, http: HttpRequest) -> Response:
+        """Show a batch of messages."""
+        return await super().show(http)
+
+    @serves("POST /v1/messages/batches/{message_batch_id}/cancel", BY_ID)
+    async def cancel(self, http: HttpRequest) -> Response:
+        """Stop a batch of messages."""
+        return await super().cancel(http)
 
     async def _results(self, tenant: str, batch: Batch) -> AsyncIterator[bytes]:
         """Reads the result of each request; those that no process got to come last."""

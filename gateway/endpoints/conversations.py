@@ -9,9 +9,9 @@ from typing import Annotated
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.intake import Endpoints, route
+from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, looks_up, serves
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
@@ -50,16 +50,9 @@ class AddBody(StrictBody):
 class ConversationsApi(Endpoints):
     """The HTTP interface to one service's conversations."""
 
-    def routes(self) -> list[Route]:
-        one = "/v1/conversations/{conversation_id}"
-        return [
-            route("/v1/conversations", GET=self.list_conversations, POST=self.create),
-            route(one, GET=self.show, POST=self.update, DELETE=self.delete),
-            route(f"{one}/items", GET=self.list_items, POST=self.add_items),
-            route(f"{one}/items/{{item_id}}", GET=self.show_item, DELETE=self.delete_item),
-        ]
-
+    @serves("POST /v1/conversations", ONCE, CreateBody, statuses=(503,))
     async def create(self, http: HttpRequest) -> Response:
+        """Begin a conversation."""
         tenant = self._intake.tenant(http)
         body = await self._intake.read(http, CreateBody)
         check_metadata(body.metadata)
@@ -70,8 +63,12 @@ class ConversationsApi(Endpoints):
         await CONVERSATIONS.put(self._service.store, tenant, conversation.id, conversation)
         return Json(conversation.as_json())
 
+    @looks_up("/v1/conversations", ANY, query=PageQuery, statuses=(503,))
     async def list_conversations(self, http: HttpRequest) -> Response:
-        """Lists this tenant's conversations, each with its title. Looking at them does not keep them alive."""
+        """List the caller's conversations.
+
+        Each is shown with its title. Looking at them does not keep them alive.
+        """
         tenant = self._intake.tenant(http)
         query = validated(PageQuery, http.query_params)
         store = self._service.store
@@ -83,10 +80,14 @@ class ConversationsApi(Endpoints):
         listed["data"] = [{**one.as_json(), "title": one.title} for one in read]
         return Json(listed)
 
+    @looks_up("/v1/conversations/{conversation_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
+        """Show a conversation."""
         return Json((await self._find(http)).as_json())
 
+    @serves("POST /v1/conversations/{conversation_id}", BY_ID, UpdateBody)
     async def update(self, http: HttpRequest) -> Response:
+        """Replace the metadata of a conversation."""
         key = self._key(http)
         body = await self._intake.read(http, UpdateBody)
         check_metadata(body.metadata)
@@ -96,7 +97,9 @@ class ConversationsApi(Endpoints):
 
         return Json((await self._change(key, edit)).as_json())
 
+    @serves("DELETE /v1/conversations/{conversation_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
+        """Forget a conversation."""
         key = self._key(http)
         with conversations.answering():
             async with CONVERSATIONS.exclusive(key.tenant, key.id):
@@ -105,21 +108,29 @@ class ConversationsApi(Endpoints):
                 await self._service.store.delete(key)
         return Json({"id": key.id, "object": "conversation.deleted", "deleted": True})
 
+    @looks_up("/v1/conversations/{conversation_id}/items", BY_ID, query=PageQuery)
     async def list_items(self, http: HttpRequest) -> Response:
+        """List the messages of a conversation."""
         conversation = await self._find(http)
         return Json(page(conversation.items, validated(PageQuery, http.query_params)))
 
+    @serves("POST /v1/conversations/{conversation_id}/items", BY_ID | ONCE, AddBody)
     async def add_items(self, http: HttpRequest) -> Response:
+        """Add messages to a conversation."""
         key = self._key(http)
         items = self._items((await self._intake.read(http, AddBody)).items)
         await self._change(key, lambda conversation: conversation.add(items, "items"))
         return Json(page(items, PageQuery(order="asc")))
 
+    @looks_up("/v1/conversations/{conversation_id}/items/{item_id}", BY_ID)
     async def show_item(self, http: HttpRequest) -> Response:
+        """Show a message."""
         item_id = check_id("item_id", http.path_params["item_id"], *ITEM_PREFIXES)
         return Json((await self._find(http)).item(item_id))
 
+    @serves("DELETE /v1/conversations/{conversation_id}/items/{item_id}", BY_ID)
     async def delete_item(self, http: HttpRequest) -> Response:
+        """Forget a message."""
         key = self._key(http)
         item_id = check_id("item_id", http.path_params["item_id"], *ITEM_PREFIXES)
 

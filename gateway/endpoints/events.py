@@ -11,17 +11,19 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from penstock.gateway.access.keys import Client
-from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, EVENTS, serves
 from penstock.gateway.endpoints.requests import salts_of
 from penstock.gateway.errors import invalid, refused
 from penstock.gateway.service import Service
@@ -43,6 +45,11 @@ MAX_HASHES = 1000
 AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
 
 
+class EventsQuery(TypedDict, total=False):
+    request_id: str
+    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
+
+
 class EventsApi(Endpoints):
     """The event streams of one service."""
 
@@ -56,11 +63,9 @@ class EventsApi(Endpoints):
         self._listeners: Counter[str] = Counter()
         """The open event streams by tenant."""
 
-    def routes(self) -> list[Route]:
-        return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
-
+    @serves("GET /v1/events", ANY, query=EventsQuery, answers=(EVENTS,), statuses=(429,))
     async def server(self, http: HttpRequest) -> EventSourceResponse:
-        """Streams the state of the server.
+        """Tell of the server's state; of a request that waits; in detail, of steps, KV blocks and tenants.
 
         With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
         engine's steps, its KV blocks, and the tenants that take most.
@@ -80,20 +85,20 @@ class EventsApi(Endpoints):
     async def _server_events(
         self, client: Client, request_id: str | None, details: frozenset[str]
     ) -> AsyncIterator[ServerSentEvent]:
-        service, told_map = self._service, b""
+        service, sent_map = self._service, b""
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(service.watching()) if "steps" in details else None
+            watch = stack.enter_context(service.watches.watching()) if "steps" in details else None
             async for _ in self._ticks():
                 yield _event("server", self._status_for(client))
-                if request_id and (found := service.dispatch.waiting(client.tenant.name, request_id)):
-                    yield _event("request", orjson.dumps({"request_id": request_id, **found}))
+                if request_id and (standing := service.dispatch.waiting(client.tenant.name, request_id)):
+                    yield _event("request", orjson.dumps({"request_id": request_id, **standing}))
                 if "tenants" in details:
                     yield _event("tenants", orjson.dumps(service.tenants.told(client)))
                 if watch is not None:
-                    yield _event("steps", orjson.dumps(service.watched(watch)))
-                if "kv" in details and (drawn := self._map_now()) not in (b"", told_map):
+                    yield _event("steps", orjson.dumps(watch()))
+                if "kv" in details and (drawn := self._map_now()) not in (b"", sent_map):
                     yield _event("kv", drawn)
-                    told_map = drawn
+                    sent_map = drawn
 
     def _status_for(self, client: Client) -> bytes:
         """Returns the status, made once for all listeners; tenants are shown their own streams and the promises."""
@@ -108,8 +113,8 @@ class EventsApi(Endpoints):
             name: {figure: lane[figure] for figure in _PROMISED}
             for name, lane in self._status["lanes"].items()
         }
-        own = {"state": self._status["state"], "streams": load.waiting + load.running, "lanes": lanes}
-        return orjson.dumps(own)
+        view = {"state": self._status["state"], "streams": load.waiting + load.running, "lanes": lanes}
+        return orjson.dumps(view)
 
     def _map_now(self) -> bytes:
         """Returns the block map, made once for all listeners and less often; empty before there is one."""
@@ -122,8 +127,12 @@ class EventsApi(Endpoints):
             self._map_due_s = now + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
         return self._map
 
+    @serves("GET /v1/prefixes/events", ANY, answers=(EVENTS,), statuses=(429,))
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
-        """Streams the hashes of the caller's cached blocks, then changes to them."""
+        """Tell of blocks as they are stored and removed.
+
+        The hashes of the caller's cached blocks come first, then changes to them.
+        """
         client = self._intake.client(http)
         return await self._listened(client, self._prefix_events(salts_of(client.tenant)))
 
@@ -135,7 +144,7 @@ class EventsApi(Endpoints):
                     stored, removed = changes.take(MAX_HASHES)
                     for kind, hashes in (("removed", removed), ("stored", stored)):
                         if hashes:
-                            yield _event(kind, orjson.dumps({"blocks": [known.hex() for known in hashes]}))
+                            yield _event(kind, orjson.dumps({"blocks": [block.hex() for block in hashes]}))
                     most = max(len(stored), len(removed))
                     await asyncio.sleep(0)  # others have their turn
 
@@ -148,9 +157,9 @@ class EventsApi(Endpoints):
             await asyncio.sleep(EVERY_S)
 
 
-def _details(asked: str | None, client: Client) -> frozenset[str]:
+def _details(detail: str | None, client: Client) -> frozenset[str]:
     """Raises 400 if one of them is unknown, or not for this client."""
-    details = frozenset(asked.split(",")) if asked else frozenset[str]()
+    details = frozenset(detail.split(",")) if detail else frozenset[str]()
     if not details <= set(DETAILS):
         raise invalid(f"detail must be a list of {', '.join(DETAILS)}, with commas between them.", "detail")
     if details & _OF_EVERYBODY and not client.is_operator:

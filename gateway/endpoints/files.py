@@ -12,9 +12,9 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.intake import Endpoints, Intake, check_media_type, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake, check_media_type
+from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, looks_up, serves
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.connections import BODY_WITHIN
 from penstock.gateway.http.hosts import FORWARDED_HOST
@@ -55,14 +55,9 @@ class FilesApi(Endpoints):
         super().__init__(service, intake)
         self._files = files
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/files", GET=self.list_files, POST=self.upload),
-            route("/v1/files/{file_id}", GET=self.show, DELETE=self.delete),
-            route("/v1/files/{file_id}/content", GET=self.content),
-        ]
-
+    @serves("POST /v1/files", ONCE, UploadForm, is_form=True, statuses=(403, 503))
     async def upload(self, http: HttpRequest) -> Response:
+        """Upload the input of a batch."""
         tenant = self._intake.tenant(http)
         self._check_origin(http)
         check_media_type(http, "multipart/form-data")
@@ -88,7 +83,9 @@ class FilesApi(Endpoints):
             message = "Pages of this origin may not upload files."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
 
+    @looks_up("/v1/files", ANY, query=FilesQuery, statuses=(503,))
     async def list_files(self, http: HttpRequest) -> Response:
+        """List the files that were uploaded or made by batches."""
         tenant = self._intake.tenant(http)
         query = validated(FilesQuery, http.query_params)
         files = [
@@ -96,17 +93,23 @@ class FilesApi(Endpoints):
         ]
         return Json(page(files, query))
 
+    @looks_up("/v1/files/{file_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
+        """Show a file."""
         tenant = self._intake.tenant(http)
         return Json((await self._files.find(tenant, http.path_params["file_id"])).as_json())
 
+    @serves("DELETE /v1/files/{file_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
+        """Forget a file."""
         tenant = self._intake.tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
         await self._files.delete(tenant, file)
         return Json({"id": file.id, "object": "file", "deleted": True})
 
+    @looks_up("/v1/files/{file_id}/content", BY_ID, answers=("application/octet-stream",), statuses=(410,))
     async def content(self, http: HttpRequest) -> Response:
+        """Give the content of a file."""
         tenant = self._intake.tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
         parts = await begun(self._files.content(tenant, file))

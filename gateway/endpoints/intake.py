@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,17 +11,15 @@ from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.asks import read_ask
-from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
+from penstock.gateway.endpoints.operation import routes_of
+from penstock.gateway.endpoints.prompting import Prompting, read_ask
+from penstock.gateway.errors import ApiError, model_not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
-from penstock.gateway.http.entrance import forget_body
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.http.refusals import OLLAMA_PATH
 from penstock.gateway.limits import parse_object
@@ -48,7 +45,7 @@ CLIENT = "penstock.client"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Inbound:
     """A request that was read and translated."""
 
     at_s: float
@@ -74,24 +71,22 @@ class Intake:
         self._prompts = FairThreads(2, _PROMPT_BYTES)
         self._counts = FairThreads(1, _COUNTED_BYTES)
 
-    def prompting(self, tenant: Tenant, lane: Lane) -> Prompting:
-        return self._prompting(tenant, lane, self._prompts)
+    def prompting(self, tenant: Tenant, lane: Lane | None = None) -> Prompting:
+        """Returns the maker of a tenant's prompts.
 
-    def counting(self, tenant: Tenant) -> Prompting:
-        """Returns a Prompting for counting tokens, in a separate thread so that no prompt has to wait for it."""
-        return self._prompting(tenant, tenant.sure_lane, self._counts)
-
-    def _prompting(self, tenant: Tenant, lane: Lane, threads: FairThreads) -> Prompting:
-        note_refused = partial(self._service.metrics.note_refused, lane)
+        Args:
+            lane: None, if their tokens are only counted: in a separate thread, so that no prompt has to wait for it.
+        """
+        refused_in = tenant.sure_lane if lane is None else lane
         return Prompting(
             self._service.prompts,
             self._service.options.limits,
-            threads,
+            self._counts if lane is None else self._prompts,
             tenant.name,
             context_length=self._service.dispatch.context_length,
             vocab_size=self._service.vocab_size,
             ignore=self.ignore,
-            note_refused=note_refused,
+            note_refused=partial(self._service.metrics.note_refused, refused_in),
         )
 
     def client(self, http: HttpRequest) -> Client:
@@ -108,7 +103,7 @@ class Intake:
         """Returns the name of the client's tenant, and raises like `client`."""
         return self.client(http).tenant.name
 
-    async def begin(self, http: HttpRequest, kind: type[Body]) -> Arrival:
+    async def begin(self, http: HttpRequest, kind: type[Body]) -> Inbound:
         """Reads and translates a request for the model.
 
         Raises:
@@ -123,7 +118,7 @@ class Intake:
         http: HttpRequest,
         kind: type[Body],
         find_thread: Callable[[str, Ask], Awaitable[Thread]] | None = None,
-    ) -> tuple[Arrival, list[list[int]], Mapping[str, str]]:
+    ) -> tuple[Inbound, list[list[int]], Mapping[str, str]]:
         """Reads a request whose prompts are wanted, and not their answers.
 
         Args:
@@ -132,26 +127,27 @@ class Intake:
         Returns:
             the request, its prompts, and the quota's headers.
         """
-        client = self.client(http)
-        async with self.counted(client) as headers:
-            came = await self._arrival(http, kind, client)
-            self.check_model(came.ask.model)
-            thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, came.ask)
-            return came, await self.counting(client.tenant).prompts(came.ask, thread), headers
+        async with self.counted(http) as (client, counting, headers):
+            inbound = await self._arrival(http, kind, client)
+            self.check_model(inbound.ask.model)
+            thread = NO_THREAD if find_thread is None else await find_thread(client.tenant.name, inbound.ask)
+            return inbound, await counting.prompts(inbound.ask, thread), headers
 
     async def _arrival(
         self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
-    ) -> Arrival:
+    ) -> Inbound:
         """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
-        at_s, policies = self._service.clock(), self._service.options.policies
+        at_s = self._service.clock()
         num_bytes, (body, ask) = await self._parsed(
             http, lambda values: read_ask(kind, values, self._service.options.limits, self.ignore)
         )
         ask = ask if ask.model else replace(ask, model=self._service.options.models[0])
-        urgency, tenant = Urgency(client.tenant.sure_lane), client.tenant
-        if slo is not None:
-            urgency = urgency_of(ask.service_tier, tenant, streams=ask.streams, slo=slo, policies=policies)
-        return Arrival(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
+        if slo is None:
+            urgency = Urgency(client.tenant.sure_lane)
+        else:
+            tier, policies = ask.service_tier, self._service.options.policies
+            urgency = urgency_of(tier, client.tenant, streams=ask.streams, slo=slo, policies=policies)
+        return Inbound(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
         """Returns a checked body that asks nothing of the model."""
@@ -170,8 +166,9 @@ class Intake:
         body, limits = await http.body(), self._service.options.limits
         return len(body), await off_loop(len(body), lambda: work(parse_object(body, limits)))
 
-    def check_model(self, name: str) -> None:
-        if name not in self._service.options.models:
+    def check_model(self, name: str | None) -> None:
+        """Raises 404 for a name that is not the model's; a body that gives none means the only one there is."""
+        if name is not None and name not in self._service.options.models:
             raise model_not_found(name)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
@@ -193,20 +190,25 @@ class Intake:
             raise
 
     @contextlib.asynccontextmanager
-    async def counted(self, client: Client) -> AsyncIterator[Mapping[str, str]]:
-        """Counts a request that needs no model against its client's quota; gives the quota's headers.
+    async def counted(self, http: HttpRequest) -> AsyncIterator[tuple[Client, Prompting, Mapping[str, str]]]:
+        """Counts a request that needs no model against its client's quota.
 
         It counts as a request and, while it is answered, as one at work; it costs no tokens.
 
+        Yields:
+            the client, the maker of its prompts, and the quota's headers.
+
         Raises:
-            ApiError: 429, if the quota has no room for it.
+            ApiError: 401, if the client has no key; 429, if the quota has no room for the request.
         """
+        client = self.client(http)
         requests_only = replace(client, quota=client.quota.of_requests())
-        lease_id = f"count-{secrets.token_hex(16)}"
         with self._noting_refusals(client.tenant.sure_lane):
-            reservation = await self._service.quotas.reserve(requests_only, 0, 0, lease_id)
+            reservation = await self._service.quotas.reserve(
+                requests_only, 0, 0, f"count-{secrets.token_hex(16)}"
+            )
         try:
-            yield reservation.headers
+            yield client, self.prompting(client.tenant), reservation.headers
         finally:
             reservation.end(0)
 
@@ -214,14 +216,6 @@ class Intake:
         """Counts a request that looks something up; see `Quotas.count`."""
         with self._noting_refusals(client.tenant.sure_lane):
             return await self._service.quotas.count(client)
-
-    async def recording(self, tenant: str, recording_id: str) -> Recording:
-        """Returns the tenant's recording; raises 404 if there is none, 503 if that cannot be said now."""
-        recording = await self.find_recording(tenant, recording_id)
-        if recording is None:
-            self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
-            raise not_found(f"There is no reply '{recording_id}'.", "id")
-        return recording
 
     async def find_recording(self, tenant: str, recording_id: str) -> Recording | None:
         """Raises 503 if it cannot be said now whether there is one."""
@@ -260,26 +254,12 @@ def _is_of_a_page(http: HttpRequest) -> bool:
     return "origin" in http.headers or "sec-fetch-site" in http.headers
 
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-
-def route(path: str, **handlers: Handler) -> Route:
-    """Makes one route for all methods of a path, so that a 405 names them all."""
-
-    async def handle(http: HttpRequest) -> Response:
-        response = await handlers["GET" if http.method == "HEAD" else http.method](http)
-        forget_body(http)
-        return response
-
-    return Route(path, handle, methods=list(handlers))
-
-
-class Endpoints(ABC):
+class Endpoints:
     """Some endpoints of one service."""
 
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
 
-    @abstractmethod
-    def routes(self) -> list[Route]: ...
+    def routes(self) -> list[Route]:
+        return routes_of(self)

@@ -1,47 +1,57 @@
-"""The names of the model, in OpenAI's format or in Anthropic's; its tokens; and which prompts are cached."""
+"""The model and its names, as each API shows them: OpenAI's, Anthropic's, Ollama's and llama.cpp's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
 from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
-from penstock.gateway.endpoints.intake import Endpoints, route
-from penstock.gateway.endpoints.prompting import Prompting
-from penstock.gateway.endpoints.requests import salt_of, salts_of
+from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.operation import ANY, LINED, serves
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.http.refusals import speaks_anthropic
-from penstock.gateway.limits import parse_messages
-from penstock.gateway.off_loop import off_loop
-from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
+from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
-from penstock.gateway.wire.strict import read, validated
-from penstock.gateway.wire.tools.use import tool_use
+from penstock.gateway.wire.ollama.bodies import (
+    OllamaCopyBody,
+    OllamaCreateBody,
+    OllamaPullBody,
+    OllamaShowBody,
+    plain_name,
+    shown_name,
+)
+from penstock.gateway.wire.ollama.lines import LineWriter, timestamp
+from penstock.gateway.wire.strict import validated
 from penstock.priority.lanes import Lane, Tenant
 
-_MOST_PREFIXES = 100
+VERSION = "0.12.6"
+"""The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
+_NEVER = "9999-12-31T23:59:59Z"
+"""The time at which the model is to be unloaded."""
+_DETAILS = {
+    "parent_model": "",
+    "format": "safetensors",
+    "family": "penstock",
+    "families": ["penstock"],
+    "parameter_size": "",
+    "quantization_level": "",
+}
 
 
 class ModelsApi(Endpoints):
     """The names under which one service serves its model."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/models", GET=self.list_models),
-            route("/v1/models/{name:path}", GET=self.show),
-        ]
-
+    @serves("GET /v1/models", ANY)
     async def list_models(self, http: HttpRequest) -> Response:
+        """List the names of the model, in Anthropic's format to its clients."""
         tenant = self._intake.client(http).tenant
         names = self._service.options.models
         if not speaks_anthropic(http):
@@ -49,7 +59,9 @@ class ModelsApi(Endpoints):
         ids, has_more = window(names, validated(CursorQuery, http.query_params))
         return Json(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
 
+    @serves("GET /v1/models/{name:path}", ANY, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show the model under one of its names."""
         tenant = self._intake.client(http).tenant
         name = http.path_params["name"]
         self._intake.check_model(name)
@@ -90,130 +102,178 @@ def reasoning_of(variables: Collection[str]) -> Literal["effort", "switch"] | No
     return "switch" if any(name in variables for name in thinking_switches(True)) else None
 
 
-class TokensApi(Endpoints):
-    """The tokens of one service's model, and the prefixes that it has cached."""
+class OllamaModelsApi(Endpoints):
+    """The model as Ollama's clients see it."""
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/tokenize", POST=self.tokenize),
-            route("/detokenize", POST=self.detokenize),
-            route("/v1/prefixes", GET=self.list_prefixes),
-            route("/v1/prefixes/locate", GET=self.locate, POST=self.locate),
-        ]
+    @serves("GET /api/tags", ANY)
+    async def list_models(self, http: HttpRequest) -> Response:
+        """List the names of the model, for Ollama's clients."""
+        self._intake.client(http)
+        modified = timestamp(self._service.options.created)
+        return Json({"models": [{**self._model(name), "modified_at": modified} for name in self._names]})
 
-    async def tokenize(self, http: HttpRequest) -> Response:
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._intake.read(http, TokenizeBody)
-            self._intake.check_model(body.model or self._service.options.models[0])
-            counting = self._intake.counting(client.tenant)
-            if body.content is not None:
-                return Json(await self._contents(body, body.content, counting), headers=headers)
-            token_ids = await self._encode_either(body, counting)
-            reply: dict[str, object] = {
-                "count": len(token_ids),
-                "max_model_len": self._service.dispatch.context_length,
-                "tokens": token_ids,
-            }
-            if body.return_token_strs:
-                reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
-            return Json(reply, headers=headers)
+    @serves("GET /api/ps", ANY)
+    async def list_loaded(self, http: HttpRequest) -> Response:
+        """List the same as loaded, for Ollama's clients."""
+        self._intake.client(http)
+        context_length = self._service.dispatch.context_length
+        loaded = {
+            "expires_at": _NEVER,
+            "size_vram": self._service.options.num_bytes,
+            "context_length": context_length,
+        }
+        return Json({"models": [{**self._model(name), **loaded} for name in self._names]})
 
-    async def _contents(self, body: TokenizeBody, content: str, counting: Prompting) -> dict[str, object]:
-        """Returns the tokens of a text as llama.cpp has them."""
-        if body.prompt is not None or body.messages is not None:
-            raise invalid("Give either 'content' or 'prompt' or 'messages'.", "content")
-        counting.check_length(len(content), "content")
-        flags = {"add_special": body.add_special, "parse_special": body.parse_special}
-        encode = partial(self._service.tokenizer.encode, content, **flags)
-        token_ids = await counting.run(len(content), encode)
-        if not body.with_pieces:
-            return {"tokens": token_ids}
-        return {"tokens": await off_loop(8 * len(token_ids), self._pieces, token_ids)}
-
-    def _pieces(self, token_ids: list[int]) -> list[dict[str, object]]:
-        """Returns tokens with their texts, or their bytes where these are no text of their own."""
-        pieces: list[dict[str, object]] = []
-        for token_id in token_ids:
-            spelt = self._service.tokenizer.token_bytes(token_id)
-            try:
-                pieces.append({"id": token_id, "piece": spelt.decode()})
-            except UnicodeDecodeError:
-                pieces.append({"id": token_id, "piece": list(spelt)})
-        return pieces
-
-    def _spell(self, token_ids: list[int]) -> list[str]:
-        spell = self._service.tokenizer.token_bytes
-        return [spell(token_id).decode(errors="replace") for token_id in token_ids]
-
-    async def _encode_either(self, body: TokenizeBody, counting: Prompting) -> list[int]:
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("Give either 'prompt' or 'messages'.", "prompt")
-        if body.messages is not None:
-            use = tool_use([dict(tool) for tool in body.tools or ()])
-            variables = counting.variables(body.chat_template_kwargs)
-            return await counting.encode_chat(
-                body.messages, use, variables, add_generation_prompt=body.add_generation_prompt
-            )
-        if not body.prompt:
-            return []
-        return await counting.encode_text(body.prompt, "prompt", add_special=body.add_special_tokens)
-
-    async def detokenize(self, http: HttpRequest) -> Response:
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._intake.read(http, DetokenizeBody)
-            self._intake.check_model(body.model or self._service.options.models[0])
-            most = self._service.dispatch.context_length
-            if len(body.tokens) > most:
-                raise invalid(f"'tokens' may have at most {most} tokens, as many as the context.", "tokens")
-            decode = partial(self._decode, body.tokens)
-            text = await self._intake.counting(client.tenant).run(4 * len(body.tokens), decode)
-            return Json({"prompt": text}, headers=headers)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        tokenizer = self._service.tokenizer
-        check_token_ids(token_ids, tokenizer.vocab_size, "tokens")
-        return tokenizer.decode(token_ids, skip_special=False)
-
-    async def list_prefixes(self, http: HttpRequest) -> Response:
-        """Lists the caller's cached prefixes that were found most often, and last."""
-        salts = salts_of(self._intake.client(http).tenant)
-        data = [
+    @serves("POST /api/show", ANY, OllamaShowBody, statuses=(404,))
+    async def show(self, http: HttpRequest) -> Response:
+        """Show the model, for Ollama's clients."""
+        self._intake.client(http)
+        name = shown_name(await self._intake.read(http, OllamaShowBody))
+        self._intake.check_model(name)
+        template = self._service.tokenizer.chat_template
+        return Json(
             {
-                "object": "prefix",
-                "id": prefix.leaf.hex(),
-                "num_tokens": prefix.num_tokens,
-                "hits": prefix.hits,
-                "last_used_at": int(prefix.last_used_s),
+                "modelfile": f"FROM {name}",
+                "parameters": "",
+                "template": template or "",
+                "details": _DETAILS,
+                "model_info": {
+                    "general.architecture": "penstock",
+                    "general.basename": name,
+                    "penstock.context_length": self._service.dispatch.context_length,
+                    "penstock.vocab_size": self._service.vocab_size,
+                },
+                "capabilities": self._capabilities(),
+                "modified_at": timestamp(self._service.options.created),
             }
-            for prefix in self._service.prefixes.hottest(_MOST_PREFIXES, salts)
-        ]
-        return Json({"object": "list", "data": data})
+        )
 
-    async def locate(self, http: HttpRequest) -> Response:
-        """Says which replica has most of a prompt of the caller's in its cache."""
-        client = self._intake.client(http)
-        async with self._intake.counted(client) as headers:
-            body = await self._locate_body(http)
-            if (body.tokens is None) == (body.messages is None):
-                raise invalid("Give either 'tokens' or 'messages'.", "tokens")
-            counting, token_ids = self._intake.counting(client.tenant), body.tokens or []
-            if body.messages is None:
-                counting.check_prompt_ids(token_ids, "tokens")
-            else:
-                token_ids = await counting.encode_chat(body.messages)
-            return Json(
-                await self._service.locator.locate(salt_of(client.tenant), token_ids), headers=headers
+    @serves("POST /api/pull", ANY, OllamaPullBody, answers=LINED, statuses=(404,))
+    async def pull(self, http: HttpRequest) -> Response:
+        """Report that a model is there.
+
+        Raises 404 for a model that is not served.
+        """
+        return await self._there(http, OllamaPullBody)
+
+    @serves("POST /api/create", ANY, OllamaCreateBody, answers=LINED, statuses=(404,))
+    async def create(self, http: HttpRequest) -> Response:
+        """Report that a model is there; none is made of it."""
+        return await self._there(http, OllamaCreateBody)
+
+    async def _there(self, http: HttpRequest, kind: type[OllamaPullBody | OllamaCreateBody]) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, kind)
+        self._intake.check_model(shown_name(body))
+        if isinstance(body, OllamaCreateBody) and body.from_ is not None:
+            self._intake.check_model(plain_name(body.from_))
+        if body.stream is False:
+            return Json({"status": "success"})
+        return Response('{"status": "success"}\n', media_type=LineWriter.media_type)
+
+    @serves("POST /api/copy", ANY, OllamaCopyBody, statuses=(404,))
+    async def copy(self, http: HttpRequest) -> Response:
+        """Report that both names are the model's."""
+        self._intake.client(http)
+        body = await self._intake.read(http, OllamaCopyBody)
+        self._intake.check_model(plain_name(body.source))
+        if plain_name(body.destination) not in self._names:
+            message = (
+                "'destination' is not supported: which names there are the operator of this server chooses."
             )
+            raise invalid(message, "destination", "unsupported_value")
+        return Json({})
 
-    async def _locate_body(self, http: HttpRequest) -> LocateBody:
-        if http.method == "POST":
-            return await self._intake.read(http, LocateBody)
-        limits = self._service.options.limits
-        values: dict[str, object] = dict(http.query_params)
-        if "tokens" in values:
-            values["tokens"] = parse_token_ids(http.query_params["tokens"])
-        if "messages" in values:
-            values["messages"] = parse_messages(http.query_params["messages"], limits)
-        return read(LocateBody, values, limits)
+    def _capabilities(self) -> list[str]:
+        formats = self._service.formats
+        able = {"completion": True, "tools": formats.tools, "thinking": formats.reasoning}
+        return [name for name, is_there in able.items() if is_there]
+
+    @serves("GET /api/version", ANY, is_open=True)
+    async def version(self, _: HttpRequest) -> Response:
+        """Say the version of Ollama whose API this is."""
+        return Json({"version": VERSION})
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self._service.options.models
+
+    def _model(self, name: str) -> dict[str, object]:
+        digest = sha256(f"{name} {self._service.options.created}".encode()).hexdigest()
+        return {
+            "name": name,
+            "model": name,
+            "size": self._service.options.num_bytes,
+            "digest": digest,
+            "details": _DETAILS,
+        }
+
+
+class LlamaServerApi(Endpoints):
+    """The server as llama.cpp's clients see it."""
+
+    @serves("GET /props", ANY)
+    async def props(self, http: HttpRequest) -> Response:
+        """Say what llama.cpp's clients ask of a server."""
+        self._intake.client(http)
+        tokenizer, options = self._service.tokenizer, self._service.options
+        defaults = options.defaults
+        params = {
+            "temperature": defaults.temperature,
+            "top_k": defaults.top_k,
+            "top_p": defaults.top_p,
+            "min_p": defaults.min_p,
+            "repeat_penalty": defaults.repetition_penalty,
+            "n_predict": -1,
+            "seed": -1,
+        }
+        return Json(
+            {
+                "default_generation_settings": {
+                    "n_ctx": self._service.dispatch.context_length,
+                    "params": params,
+                },
+                "total_slots": self._service.engine_stats().max_num_seqs,
+                "model_alias": options.models[0],
+                "model_path": options.models[0],
+                "modalities": {"vision": False, "audio": False, "video": False},
+                "chat_template": tokenizer.chat_template or "",
+                "bos_token": tokenizer.special_tokens.get("bos_token", ""),
+                "eos_token": tokenizer.special_tokens.get("eos_token", ""),
+                "build_info": f"penstock-{version('penstock')}",
+                "is_sleeping": False,
+                "endpoint_slots": True,
+                "endpoint_props": False,
+                "endpoint_metrics": not options.metrics_elsewhere,
+            }
+        )
+
+    @serves("GET /slots", ANY, json_types=("array",))
+    async def slots(self, http: HttpRequest) -> Response:
+        """List the caller's generations, as llama.cpp does.
+
+        An operator's key is shown all of them, and seats without one.
+        """
+        client = self._intake.client(http)
+        shown = [
+            generation
+            for generation in self._service.dispatch
+            if client.is_operator or generation.requests[0].tenant == client.tenant.name
+        ]
+        num_free = max(0, self._service.engine_stats().max_num_seqs - len(shown))
+        seats: list[Generation | None] = [*shown, *[None] * num_free]
+        return Json([self._slot(i, generation) for i, generation in enumerate(seats)])
+
+    def _slot(self, number: int, generation: Generation | None) -> dict[str, object]:
+        slot: dict[str, object] = {
+            "id": number,
+            "n_ctx": self._service.dispatch.context_length,
+            "speculative": False,
+            "is_processing": generation is not None,
+        }
+        if generation is not None:
+            slot |= {
+                "n_prompt_tokens": generation.num_prompt_tokens,
+                "next_token": [{"n_decoded": generation.num_output_tokens}],
+            }
+        return slot

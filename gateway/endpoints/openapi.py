@@ -38,15 +38,11 @@ class OpenApi:
 
     def __init__(self, routes: Sequence[Route], limits: Limits, *, with_keys: bool) -> None:
         """`with_keys` says whether clients need a key."""
-        self._routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
+        self.routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
+        """The routes that are described, that of the description included."""
         self._limits = limits
         self._with_keys = with_keys
         self._document = b""
-
-    @property
-    def routes(self) -> list[Route]:
-        """The routes that are described, that of the description included."""
-        return self._routes
 
     async def show(self, _: HttpRequest) -> Response:
         self._document = self._document or await anyio.to_thread.run_sync(self._render)
@@ -57,15 +53,14 @@ class OpenApi:
 
     def document(self) -> JsonSchema:
         """Returns the description; raises LookupError if a route is not in OPERATIONS."""
-        named = [(re.sub(r":\w+}", "}", route.path), route.methods or set()) for route in self._routes]
-        found = [
-            (path, method, OPERATIONS[path][method])
-            for path, methods in named
-            for method in sorted(methods - {"HEAD"})
+        entries = [
+            (route.path_format, method, OPERATIONS[route.path_format][method])
+            for route in self.routes
+            for method in sorted((route.methods or set()) - {"HEAD"})
         ]
-        schemas = _Schemas((operation for _, _, operation in found), self._limits)
+        schemas = _Schemas((operation for _, _, operation in entries), self._limits)
         paths: dict[str, JsonSchema] = {}
-        for path, method, operation in found:
+        for path, method, operation in entries:
             paths.setdefault(path, {})[method.lower()] = _describe(path, method, operation, schemas)
         components: JsonSchema = {"schemas": schemas.components | _ERRORS}
         document: JsonSchema = {
@@ -130,22 +125,22 @@ class _Schemas:
 
 
 def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -> JsonSchema:
-    found: JsonSchema = {
+    description: JsonSchema = {
         "operationId": f"{method.lower()} {path}",
         "summary": operation.summary,
         "parameters": [*_identifiers(path), *_parameters("query", operation.query, schemas)],
         "responses": _responses(path, operation),
     }
-    found["parameters"] += _parameters("header", operation.headers, schemas)
+    description["parameters"] += _parameters("header", operation.headers, schemas)
     if Passing.BY_PROMPT in operation.passing:
-        found["parameters"] += _parameters("header", SloHeaders, schemas)
+        description["parameters"] += _parameters("header", SloHeaders, schemas)
     if operation.body is not None:
         media_type = "multipart/form-data" if operation.is_form else JSON
         content = {media_type: {"schema": schemas.of(operation.body)}}
-        found["requestBody"] = {"required": True, "content": content}
+        description["requestBody"] = {"required": True, "content": content}
     if operation.is_open:
-        found["security"] = []
-    return found
+        description["security"] = []
+    return description
 
 
 _IDS = {
@@ -182,16 +177,16 @@ def _responses(path: str, operation: Operation) -> JsonSchema:
     types = operation.json_types
     in_json: JsonSchema = {"schema": {"type": types[0] if len(types) == 1 else list(types)}}
     whole = {media_type: in_json if media_type == JSON else {} for media_type in operation.answers}
-    found = {200: {"description": "OK", "content": whole}}
+    responses = {200: {"description": "OK", "content": whole}}
     for status in operation.refusals:
         if status == HTTPStatus.SERVICE_UNAVAILABLE and path.startswith(ANTHROPIC_PATH):
             status = OVERLOADED
-        found[status] = {"description": _phrase(status), "content": {JSON: {"schema": _error(path)}}}
+        responses[status] = {"description": _phrase(status), "content": {JSON: {"schema": _error(path)}}}
     if operation.is_probe:
-        found[503] = {"description": "Red", "content": whole}
+        responses[503] = {"description": "Red", "content": whole}
     if operation.is_cached:
-        found[304] = {"description": _phrase(304)}
-    return {str(status): found[status] for status in sorted(found)}
+        responses[304] = {"description": _phrase(304)}
+    return {str(status): responses[status] for status in sorted(responses)}
 
 
 def _error(path: str) -> JsonSchema:

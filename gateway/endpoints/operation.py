@@ -1,21 +1,25 @@
-"""An operation is a method of a path: its input and output, and how a switch routes it."""
+"""An operation is a method of a path: its input and output, how a switch routes it, and the function that serves it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Flag, auto
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from penstock.gateway.access.idempotency import MAX_KEY_CHARS, RESUMABLE_HEADER
-from penstock.gateway.endpoints.events import DETAILS
+from penstock.gateway.http.entrance import forget_body
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER
 from penstock.gateway.wire.strict import StrictBody
 
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+STREAMED, LINED = (JSON, EVENTS), (JSON, LINES)
 
 
 class IdempotencyHeaders(TypedDict, total=False):
@@ -38,26 +42,6 @@ class FollowHeaders(TypedDict, total=False):
     last_event_id: Annotated[int, Field(alias="Last-Event-ID", ge=-1, lt=10**9)]
 
 
-class EventsQuery(TypedDict, total=False):
-    request_id: str
-    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
-
-
-class UsageQuery(TypedDict, total=False):
-    tenant: str
-
-
-class StateQuery(TypedDict):
-    switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
-
-
-class LocateQuery(TypedDict, total=False):
-    """A prompt in one of two forms."""
-
-    tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
-    messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
-
-
 class Passing(Flag):
     """How a switch routes the requests of an operation: ANY, or a combination of the other flags."""
 
@@ -75,9 +59,11 @@ class Passing(Flag):
     """Requests create something permanent: none is sent to a second replica once the first may have executed it."""
 
 
+ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
+BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED
 ALWAYS = (400, 408, 413, 421, 431, 500, 501)
 """Statuses that any request may get: it is not HTTP, too slow, too large, or for another host."""
-_PASSED = {Passing.BY_PROMPT: (403, 404, 429, 503), Passing.BY_ID: (404, 503)}
+_PASSED = {BY_PROMPT: (403, 404, 429, 503), BY_ID: (404, 503)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,5 +108,88 @@ class Operation:
     @property
     def types(self) -> Iterator[Any]:
         """The types that requests are checked with."""
-        slo = SloHeaders if Passing.BY_PROMPT in self.passing else None
+        slo = SloHeaders if BY_PROMPT in self.passing else None
         yield from (kind for kind in (self.body, self.query, self.headers, slo) if kind is not None)
+
+
+# The functions that serve them
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+_Method = TypeVar("_Method", bound=Callable[..., Awaitable[Response]])
+
+
+def serves(
+    places: str, passing: Passing, body: type[StrictBody] | None = None, **details: Any
+) -> Callable[[_Method], _Method]:
+    """Says which operation a method of some endpoints serves; the first line of its docstring is the summary.
+
+    Args:
+        places: the HTTP method and the path, and further paths.
+    """
+
+    def note(serve: _Method) -> _Method:
+        verb, *paths = places.split()
+        summary = (serve.__doc__ or "").partition("\n")[0].removesuffix(".")
+        operation = Operation(passing, summary, body, **details)
+        serve.__dict__.setdefault("served", []).extend((path, verb, operation) for path in paths)
+        return serve
+
+    return note
+
+
+def answers(
+    path: str, body: type[StrictBody], media_types: tuple[str, ...] = STREAMED
+) -> Callable[[_Method], _Method]:
+    """As `serves`, for replies that may be recorded."""
+    passing = BY_PROMPT | RECORDED
+    return serves(f"POST {path}", passing, body, headers=IdempotencyHeaders, answers=media_types)
+
+
+def looks_up(path: str, passing: Passing, **details: Any) -> Callable[[_Method], _Method]:
+    """As `serves`, for what is kept."""
+    return serves(f"GET {path}", passing, is_lookup=True, **details)
+
+
+def follows(path: str, media_types: tuple[str, ...] = STREAMED) -> Callable[[_Method], _Method]:
+    """As `serves`, for recorded replies that are followed again."""
+    types = {"query": FollowQuery, "headers": FollowHeaders, "answers": media_types}
+    return looks_up(path, BY_ID | RECORDED, statuses=(410,), **types)
+
+
+def served(kind: type) -> Iterator[tuple[str, str, Operation, str]]:
+    """Yields the path, the HTTP method and the operation that each method of a class serves, and the method's name."""
+    for name, serve in vars(kind).items():
+        for path, verb, operation in getattr(serve, "served", ()):
+            yield path, verb, operation, name
+
+
+Wrapped = Callable[[Operation, Handler], Handler]
+
+
+def handlers_of(
+    *apis: object, wrapped: Wrapped = lambda _, handler: handler
+) -> dict[str, dict[str, Handler]]:
+    """Returns the handlers of some endpoints by path and HTTP method."""
+    handlers: dict[str, dict[str, Handler]] = {}
+    for api in apis:
+        for path, verb, operation, name in served(type(api)):
+            handlers.setdefault(path, {})[verb] = wrapped(operation, getattr(api, name))
+    return handlers
+
+
+def routes_of(*apis: object, wrapped: Wrapped = lambda _, handler: handler) -> list[Route]:
+    """Makes one route for all methods of a path, so that a 405 names them all.
+
+    Paths without parameters come first: what they name could be an id.
+    """
+    handlers = handlers_of(*apis, wrapped=wrapped)
+    return [_route(path, handlers[path]) for path in sorted(handlers, key=lambda path: "{" in path)]
+
+
+def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
+    async def handle(http: HttpRequest) -> Response:
+        response = await handlers["GET" if http.method == "HEAD" else http.method](http)
+        forget_body(http)
+        return response
+
+    return Route(path, handle, methods=list(handlers))

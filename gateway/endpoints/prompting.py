@@ -1,27 +1,37 @@
-"""Prompts: the input of an Ask as tokens, bounded before any work and tokenised off the event loop."""
+"""Bodies as Asks, and the inputs of Asks as prompts: tokens, bounded before any work and made off the event loop.
+
+Replicas and switches do this alike.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from penstock.gateway.endpoints.shortening import answer_room, shortened
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.fair_threads import FairThreads
 from penstock.gateway.limits import Limits
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
+from penstock.gateway.sessions.responses.objects import turn_ask
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, ResponseBody
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
-from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn
+from penstock.gateway.wire import decisions, embeddings, schemas
+from penstock.gateway.wire.anthropic import bodies as anthropic
+from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn, chat_ask, completion_ask
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
 from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.llama import bodies as llama
+from penstock.gateway.wire.ollama import bodies as ollama
 from penstock.gateway.wire.prompts import Prompts, check_token_ids
 from penstock.gateway.wire.questions import LEAD, Questions
-from penstock.gateway.wire.sampling import context_exceeded
+from penstock.gateway.wire.sampling import MaxTokens, context_exceeded
 from penstock.gateway.wire.schemas import Message
+from penstock.gateway.wire.strict import Body, StrictBody, read
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
@@ -31,6 +41,43 @@ TEXT_CHARS = 80
 _FREED_TOKENS = 64 * 1024
 
 _Result = TypeVar("_Result")
+_ANSWER_SHARE = 8
+"""An answer gets at least this part of the context where a prompt is shortened."""
+
+_TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
+    schemas.ChatBody: chat_ask,
+    schemas.CompletionBody: completion_ask,
+    ResponseBody: turn_ask,
+    InputTokensBody: turn_ask,
+    anthropic.MessagesBody: anthropic.message_ask,
+    anthropic.CountTokensBody: anthropic.message_ask,
+    ollama.OllamaChatBody: ollama.ollama_chat_ask,
+    ollama.OllamaGenerateBody: ollama.prompt_ask,
+    ollama.OllamaEmbedBody: ollama.embed_ask,
+    ollama.OllamaEmbeddingBody: ollama.embedding_ask,
+    llama.LlamaBody: llama.llama_ask,
+    llama.InfillBody: llama.infill_ask,
+    llama.TemplateBody: chat_ask,
+    embeddings.EmbeddingsBody: embeddings.embeddings_ask,
+    embeddings.RerankBody: embeddings.rerank_ask,
+    embeddings.ScoreBody: embeddings.score_ask,
+    decisions.DecisionsBody: decisions.decisions_ask,
+    decisions.SystemOneBody: decisions.system_ask,
+}
+
+
+def read_ask(
+    kind: type[Body],
+    values: Mapping[str, object],
+    limits: Limits,
+    ignore: Callable[[str], None] = lambda _: None,
+) -> tuple[Body, Ask]:
+    """Returns a checked body, and its translation; raises 400 that names the first field that is wrong."""
+    body = read(kind, values, limits, ignore)
+    ask = _TRANSLATORS[kind](body, limits)
+    for field in ask.ignored:
+        ignore(field)
+    return body, ask
 
 
 class Prompting:
@@ -153,7 +200,7 @@ class Prompting:
 
         if not conversation.shortens:
             return await encode()
-        return await shortened(encode, turns(messages, _role), ask.max_tokens, self._context_length)
+        return await _shortened(encode, turns(messages, _role), ask.max_tokens, self._context_length)
 
     def _check_documents(self, documents: Sequence[Mapping[str, Any]]) -> None:
         if "documents" not in self._prompts.variables:
@@ -176,22 +223,24 @@ class Prompting:
 
     def _reasoning(self, body: Reasoned) -> dict[str, Any]:
         """Returns the variables that say how much the model may reason."""
-        known, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
-        budget = body.budget(known, self._context_length) if self._prompts.reasons else None
+        readable, effort, number, is_on = self._prompts.variables, body.effort, body.num_thinking, body.is_on
+        budget = body.budget(readable, self._context_length) if self._prompts.reasons else None
         variables: dict[str, Any] = {"thinking_budget": budget}
         if number == 0:
             variables |= thinking_switches(False)
-        elif effort is not None and "reasoning_effort" in known:
+        elif effort is not None and "reasoning_effort" in readable:
             variables["reasoning_effort"] = effort
         elif effort is not None:
             variables |= thinking_switches(effort != "none")
         if is_on and number != 0:
             variables |= thinking_switches(True)
-        found = {name: value for name, value in variables.items() if name in known and value is not None}
+        settings = {
+            name: value for name, value in variables.items() if name in readable and value is not None
+        }
         field = body.asked_by
-        if budget is None and not found and number != -1 and is_on is not False and field is not None:
+        if budget is None and not settings and number != -1 and is_on is not False and field is not None:
             self._ignore(field)
-        return found
+        return settings
 
     # Turns of threads
 
@@ -207,7 +256,7 @@ class Prompting:
 
         if not turn.shortens:
             return await encode()
-        return await shortened(encode, turns(longer.messages), ask.max_tokens, self._context_length)
+        return await _shortened(encode, turns(longer.messages), ask.max_tokens, self._context_length)
 
     async def _extended(
         self, ask: Ask, turn: Turn, thread: Thread, variables: Mapping[str, Any]
@@ -223,20 +272,16 @@ class Prompting:
             tools=ask.tools.tools,
             variables=variables,
         )
-        try:
+        with _naming(ask.field, instead_of="messages"):
             return await self.run(
                 num_said + MESSAGE_CHARS * len(thread.messages) + len(thread.token_ids), make
             )
-        except ApiError as error:
-            if error.param != "messages":
-                raise
-            raise invalid(error.message, ask.field, error.code) from None
 
     # Questions
 
-    async def branched(self, asked: Questions, field: str) -> tuple[list[int], list[list[int]]]:
+    async def branched(self, questions: Questions, field: str) -> tuple[list[int], list[list[int]]]:
         """Returns the tokens that all questions share, and the further ones of each."""
-        messages, texts = asked.messages, [question.text for question in asked.questions]
+        messages, texts = questions.messages, [question.text for question in questions.questions]
         num_shared = sum(len(message["content"]) for message in messages)
         self.check_length(num_shared + max(map(len, texts)), field)
         num_texts = len(messages) + len(texts)
@@ -250,12 +295,8 @@ class Prompting:
         texts = given.prefix, given.suffix, given.middle
         size = sum(map(len, texts)) + sum(len(name) + len(text) for name, text in given.files)
         self.check_length(size, field)
-        try:
+        with _naming("input_suffix", instead_of="suffix"):
             prompt = await self.run(size, partial(self._prompts.infill, *texts, given.files))
-        except ApiError as error:
-            if error.param != "suffix":
-                raise
-            raise invalid(error.message, "input_suffix", error.code) from None
         self.check_prompt_ids(prompt, field)
         return prompt
 
@@ -316,7 +357,7 @@ class Prompting:
         """Returns the last tokens of a prompt: as many as the ask has or, for -1, as leave room to answer."""
         num = ask.truncate
         if ask.cuts_start and len(prompt) >= self._context_length:
-            num = self._context_length - answer_room(ask.max_tokens, self._context_length)
+            num = self._context_length - _answer_room(ask.max_tokens, self._context_length)
         if num is None:
             return prompt
         return prompt[-(num if num > 0 else max(1, self._context_length - ask.max_tokens.least)) :]
@@ -341,5 +382,60 @@ def _empty(token_ids: list[int]) -> None:
         del token_ids[-_FREED_TOKENS:]
 
 
+@contextmanager
+def _naming(field: str, *, instead_of: str) -> Iterator[None]:
+    """Names the field of a mistake as the body has it."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param != instead_of:
+            raise
+        raise invalid(error.message, field, error.code) from None
+
+
 def _role(message: Message) -> str:
     return message.role
+
+
+def _answer_room(max_tokens: MaxTokens, context_length: int) -> int:
+    """Returns the tokens of the answer that a shortened prompt leaves room for."""
+    share = max(1, context_length // _ANSWER_SHARE)
+    if max_tokens.number is None:
+        return share
+    return max(1, min(share, max_tokens.number) if max_tokens.may_be_fewer else max_tokens.number)
+
+
+async def _shortened(
+    encode: Callable[[int], Awaitable[list[int]]],
+    starts: Sequence[int],
+    max_tokens: MaxTokens,
+    context_length: int,
+) -> list[int]:
+    """Returns the prompt without as many of the oldest turns as it takes to fit, but with the last one.
+
+    Args:
+        encode: returns the prompt that begins with the turn at a place.
+        starts: the places at which turns begin.
+    """
+
+    async def fitting(start: int, room: int) -> list[int] | None:
+        try:
+            prompt = await encode(start)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
+        return prompt if len(prompt) + room <= context_length else None
+
+    if (prompt := await fitting(0, max_tokens.least)) is not None:
+        return prompt
+    later, room = [start for start in starts if start], _answer_room(max_tokens, context_length)
+    longest, low, high = None, 0, len(later)
+    while low < high:
+        middle = (low + high) // 2
+        prompt = await fitting(later[middle], room)
+        if prompt is None:
+            low = middle + 1
+        else:
+            longest, high = prompt, middle
+    return longest or await encode(max(later, default=0))

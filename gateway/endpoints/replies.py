@@ -1,197 +1,337 @@
-"""Replies: they send a generation to a client, streamed or whole."""
+"""The endpoints whose replies the model makes, but for responses: the body, the writer and the recorder of each."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.background import meanwhile
-from penstock.gateway.errors import invalid
-from penstock.gateway.http.connections import Connection
-from penstock.gateway.reply.live import Live
-from penstock.gateway.reply.whole import whole, whole_json
+from penstock.gateway.access.idempotency import not_here
+from penstock.gateway.endpoints.answering import (
+    ModelEndpoints,
+    RecordedSender,
+    Recorder,
+    Sender,
+    position_asked,
+)
+from penstock.gateway.endpoints.intake import Inbound, Intake
+from penstock.gateway.endpoints.operation import BY_ID, BY_PROMPT, LINED, STREAMED, answers, follows, serves
+from penstock.gateway.endpoints.requests import Made
+from penstock.gateway.errors import invalid, not_found
+from penstock.gateway.http.json_response import Json
+from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.recording import Reader
-from penstock.gateway.wire.frames import json_pieces
-from penstock.gateway.wire.writing import Writer
+from penstock.gateway.sessions.chats import keep
+from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, PREFIXES, TEXT, details_of
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
+from penstock.gateway.sessions.responses.threads import Thread
+from penstock.gateway.wire.anthropic.bodies import MessagesBody
+from penstock.gateway.wire.anthropic.messages import MessageWriter
+from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, TextWriter
+from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
+from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
+from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, RerankWriter, ScoreBody, ScoreWriter
+from penstock.gateway.wire.embeddings import EmbeddingWriter as VectorWriter
+from penstock.gateway.wire.labels import Steps
+from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody
+from penstock.gateway.wire.llama.replies import LlamaWriter
+from penstock.gateway.wire.ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
+    OllamaGenerateBody,
+)
+from penstock.gateway.wire.ollama.lines import (
+    LineWriter,
+    NormalEmbeddingWriter,
+    PlainEmbeddingWriter,
+    unasked,
+)
+from penstock.gateway.wire.questions import Question, Questions
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody
+from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
-_PIECE_BYTES = 64 * 1024
 
-Keep = Callable[[dict[str, Any], int], Awaitable[None]]
-"""A Keep takes a whole reply's JSON and its size in bytes."""
+class ReplyRecorder(Recorder):
+    """Records the replies of one kind."""
 
-
-class Sender(Response):
-    """Sends the output of a reply to one reader, as a stream or as a whole."""
+    num_digits = 32
 
     def __init__(
         self,
         service: Service,
-        reader: Live | Reader,
-        reservation: Reservation | None,
-        *,
-        begin: Callable[[], None],
-        leave: Callable[[], None],
-        streamed: bool,
-        at_once: bool = False,
-        arrival_s: float | None = None,
-        keep: Keep | None = None,
+        intake: Intake,
+        kind: str,
+        deleted: Mapping[str, object],
     ) -> None:
-        """
-        Args:
-            begin: connects the reader and starts its work.
-            leave: detaches the connection when it is gone or has everything; idempotent.
-            at_once: the status is not held back until there is something to show.
-            arrival_s: when the request came that a whole reply answers; None if that is not told.
-            keep: is given the whole reply before the last of it is sent.
-        """
+        """`deleted` is what is said of a reply that was forgotten, beside its id."""
         self._service = service
-        self._reader = reader
-        self._writer: Writer[Any] = reader.writer
-        self._quota_headers = {} if reservation is None else reservation.headers
-        self._begin = begin
-        self._leave = leave
-        self._streamed = streamed
-        self._at_once = at_once
-        self._arrival_s = arrival_s
-        self._keep = keep
-        self.background = None
+        self._intake = intake
+        self._deleted = deleted
+        self.kind, self.prefix = kind, PREFIXES[kind]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-        connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        self._reader.connection = connection
-        self._begin()
-        async with meanwhile(connection.watch(receive, self._leave)):
-            try:
-                if self._streamed:
-                    await self._send_stream(connection)
-                else:
-                    await self._send_whole(connection)
-            finally:
-                self._leave()
-
-    async def _send_stream(self, connection: Connection) -> None:
-        reader = self._reader
-        if self._at_once:
-            await self._commit(connection)
-        while not reader.at_end:
-            await reader.news()
-            if connection.gone:
-                return
-            if not connection.committed:
-                self._check()  # from here on the status is 200: an error before this is a plain one
-                await self._commit(connection)
-            body = reader.take()
-            if reader.at_end and reader.finished and reader.refusal is None and self._keep is not None:
-                await self._kept(self._keep)
-            if connection.overdue:
-                connection.overdue = False
-                body = body or self._writer.keepalive
-            if body or reader.at_end:
-                await connection.send(body, more=not reader.at_end)
-            if reader.is_behind:
-                await asyncio.sleep(0)
-
-    async def _commit(self, connection: Connection) -> None:
-        media_type = self._writer.media_type
-        await connection.commit(
-            {**({"content-type": media_type} if media_type else {}), **self._quota_headers}
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
+        ask, stored = inbound.ask, inbound.ask.kept.stored
+        return details_of(
+            head,
+            made.reading,
+            stream=ask.streams,
+            include_usage=ask.shown.usage,
+            max_tokens=ask.max_tokens.number,
+            is_chat=_is_chat(inbound),
+            tells_context=ask.kept.output,
+            **({} if stored is None else {"stored": stored}),
         )
 
-    async def _send_whole(self, connection: Connection) -> None:
-        await self._reader.end()
-        self._check()
-        if not self._reader.finished:
-            return
-        headers = dict(self._quota_headers)
-        if self._arrival_s is not None:
-            milliseconds = math.ceil((self._service.clock() - self._arrival_s) * 1000)
-            headers["openai-processing-ms"] = str(milliseconds)
-        reader = self._reader
-        if self._keep is not None:
-            body = await self._kept(self._keep)
-            pieces: Iterator[bytes] = (
-                body[start : start + _PIECE_BYTES] for start in range(0, len(body), _PIECE_BYTES)
-            )
-        else:
-            pieces = json_pieces(await whole(self._writer, reader.reply, reader.outputs()))
-        await connection.send_whole(pieces, headers)
+    def reply(self, recording: Recording, _: Any) -> Response:
+        return self._follow(recording, -1)
 
-    def _check(self) -> None:
-        if self._reader.refusal is not None:
-            raise self._reader.refusal
+    async def repeat(self, tenant: str, reply_id: str, _: Any) -> Response:
+        recording = await self._intake.find_recording(tenant, reply_id)
+        if recording is None:
+            raise not_here()
+        return self._follow(recording, -1)
 
-    async def _kept(self, keep: Keep) -> bytes:
-        """Has the whole reply kept, and returns its JSON."""
-        reader = self._reader
-        body, completion = await whole_json(self._writer, reader.reply, reader.outputs())
-        await keep(completion, len(body))
-        return body
+    async def show(self, http: HttpRequest) -> Response:
+        """Follows a reply again."""
+        position = position_asked(http)
+        return self._follow(await self._recording(http), position)
 
+    async def discard(self, http: HttpRequest) -> Response:
+        """Stops and forgets a reply."""
+        recording = await self._recording(http)
+        await self._service.recordings.discard(recording)
+        return Json({"id": recording.id, **self._deleted})
 
-def live(service: Service, reply: Live, keep: Keep | None = None) -> Sender:
-    """Returns what submits a reply when the server calls it, and sends its output.
+    def _follow(self, recording: Recording, position: int) -> Sender:
+        return RecordedSender(self._service, Reader(recording, position), streamed=recording.is_streamed)
 
-    Its requests are cancelled the moment their client is gone, whatever state they are in.
-
-    Args:
-        keep: is given the whole reply before the last of it is sent; a stream then `keeps` it.
-    """
-    return Sender(
-        service,
-        reply,
-        reply.reservation,
-        begin=partial(service.dispatch.submit, reply),
-        leave=partial(service.dispatch.release, reply),
-        streamed=reply.is_streamed,
-        arrival_s=reply.requests[0].arrival_s,
-        keep=keep,
-    )
+    async def _recording(self, http: HttpRequest) -> Recording:
+        client, recording_id = self._intake.client(http), http.path_params["id"]
+        if not IDS[self.kind].fullmatch(recording_id):
+            raise invalid(f"The id must be '{self.prefix}' and 32 hexadecimal digits.", "id")
+        recording = await self._intake.find_recording(client.tenant.name, recording_id)
+        if recording is None:
+            self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
+            raise not_found(f"There is no reply '{recording_id}'.", "id")
+        if recording.kind != self.kind:
+            raise invalid("The id is that of another kind of reply.", "id")
+        return recording
 
 
-def follow(service: Service, reader: Reader, *, streamed: bool = True, at_once: bool = False) -> Sender:
-    """Returns what sends the events that a reader lacks and new ones, or the whole reply at its end."""
-    recording = reader.recording
+class RepliesApi(ModelEndpoints):
+    """The replies of one service's model."""
 
-    def begin() -> None:
-        if reader.position >= 0:
-            service.metrics.follows.inc()
-        recording.attach(reader)
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
+        self._chats = chat_recorder(service, intake)
+        self._texts = ReplyRecorder(service, intake, TEXT, _deleted("text_completion"))
+        self._messages = ReplyRecorder(service, intake, MESSAGE, {"type": "message_deleted"})
+        self._lines = ReplyRecorder(service, intake, LINES, {"deleted": True})
+        service.recordings.on_end[CHAT] = self._keep_recorded
 
-    def leave() -> None:
-        recording.detach(reader, service.clock())
-        if recording.is_abandoned(service.clock()):
-            service.recordings.cancel(recording)
+    # OpenAI's completions
 
-    return Sender(
-        service,
-        reader,
-        recording.reservation,
-        begin=begin,
-        leave=leave,
-        streamed=streamed,
-        at_once=at_once,
-    )
+    @answers("/v1/chat/completions", ChatBody)
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer a conversation, streamed or whole."""
+        return await self._answer(http, ChatBody, partial(self._completion_writer, ChatWriter), self._chats)
+
+    @answers("/v1/completions", CompletionBody)
+    async def complete(self, http: HttpRequest) -> Response:
+        """Continue texts, streamed or whole."""
+        return await self._answer(
+            http, CompletionBody, partial(self._completion_writer, TextWriter), self._texts
+        )
+
+    @follows("/v1/completions/{id}")
+    async def follow_text(self, http: HttpRequest) -> Response:
+        """Follow a resumable continuation, after the event that was seen last."""
+        return await self._texts.show(http)
+
+    @serves("DELETE /v1/completions/{id}", BY_ID)
+    async def forget_text(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable continuation."""
+        return await self._texts.discard(http)
+
+    def _completion_writer(
+        self, make: type[CompletionWriter], head: Head, inbound: Inbound, made: Made
+    ) -> CompletionWriter:
+        shown = inbound.ask.shown
+        return make(
+            self._service.tokenizer,
+            head,
+            shown.extras,
+            reading=made.reading,
+            include_usage=shown.usage,
+            usage_so_far=shown.usage_so_far,
+        )
+
+    async def _keep_recorded(self, recording: Recording) -> None:
+        stored = recording.details.get("stored")
+        if stored is not None and recording.error is None:
+            body, completion = await whole_json(recording.writer, recording, recording.outputs())
+            await keep(self._service.store, recording.tenant, stored, completion, len(body))
+
+    # Anthropic's messages
+
+    @answers("/v1/messages", MessagesBody)
+    async def create(self, http: HttpRequest) -> Response:
+        """Answer a conversation in Anthropic's format, streamed or whole."""
+        return await self._answer(http, MessagesBody, _message_writer, self._messages)
+
+    @follows("/v1/messages/{id}")
+    async def follow_message(self, http: HttpRequest) -> Response:
+        """Follow a resumable message, after the event that was seen last."""
+        return await self._messages.show(http)
+
+    @serves("DELETE /v1/messages/{id}", BY_ID)
+    async def forget_message(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable message."""
+        return await self._messages.discard(http)
+
+    # Ollama's chats and prompts
+
+    @answers("/api/chat", OllamaChatBody, LINED)
+    async def chat_in_lines(self, http: HttpRequest) -> Response:
+        """Answer a conversation in Ollama's format, streamed or whole."""
+        return await self._answer(http, OllamaChatBody, self._line_writer, self._lines, load=_loaded)
+
+    @answers("/api/generate", OllamaGenerateBody, LINED)
+    async def continue_in_lines(self, http: HttpRequest) -> Response:
+        """Answer a prompt in Ollama's format, streamed or whole."""
+        return await self._answer(http, OllamaGenerateBody, self._line_writer, self._lines, load=_loaded)
+
+    @serves("POST /api/embed", BY_PROMPT, OllamaEmbedBody)
+    async def embed_in_batch(self, http: HttpRequest) -> Response:
+        """Turn texts into vectors, for Ollama's clients."""
+        return await self._answer(
+            http,
+            OllamaEmbedBody,
+            lambda _, inbound, __: NormalEmbeddingWriter(inbound.ask),
+            load=lambda inbound: {"model": inbound.ask.model, "embeddings": []},
+        )
+
+    @serves("POST /api/embeddings", BY_PROMPT, OllamaEmbeddingBody)
+    async def embed_prompt(self, http: HttpRequest) -> Response:
+        """Turn a text into a vector, for Ollama's older clients."""
+        return await self._answer(
+            http, OllamaEmbeddingBody, lambda *_: PlainEmbeddingWriter(), load=lambda _: {"embedding": []}
+        )
+
+    @follows("/api/chat/{id} /api/generate/{id}", LINED)
+    async def follow_lines(self, http: HttpRequest) -> Response:
+        """Follow a resumable answer, after the line that was seen last."""
+        return await self._lines.show(http)
+
+    @serves("DELETE /api/chat/{id} /api/generate/{id}", BY_ID)
+    async def forget_lines(self, http: HttpRequest) -> Response:
+        """Stop and forget a resumable answer."""
+        return await self._lines.discard(http)
+
+    def _line_writer(self, head: Head, inbound: Inbound, made: Made) -> LineWriter:
+        ask = inbound.ask
+        return LineWriter(
+            head,
+            is_chat=_is_chat(inbound),
+            tells_context=ask.kept.output,
+            reading=made.reading,
+            tokens=None if ask.num_logprobs is None else self._service.tokenizer,
+            num_top=ask.shown.extras.num_top,
+        )
+
+    # llama.cpp's completions
+
+    @serves("POST /completion", BY_PROMPT, LlamaBody, answers=STREAMED, json_types=("object", "array"))
+    async def complete_for_llama(self, http: HttpRequest) -> Response:
+        """Continue texts, for llama.cpp's clients."""
+        return await self._answer(http, LlamaBody, self._llama_writer)
+
+    @serves("POST /infill", BY_PROMPT, InfillBody, answers=STREAMED, json_types=("object", "array"))
+    async def fill(self, http: HttpRequest) -> Response:
+        """Fill in the text between two others, for llama.cpp's clients."""
+        return await self._answer(http, InfillBody, self._llama_writer)
+
+    def _llama_writer(self, head: Head, inbound: Inbound, _: Made) -> LlamaWriter:
+        return LlamaWriter(head, inbound.body, self._service.tokenizer, self._service.dispatch.context_length)
+
+    # Embeddings and the scores made of them are hidden states; decisions are the log probabilities of possible answers
+
+    @serves("POST /v1/embeddings", BY_PROMPT, EmbeddingsBody)
+    async def embed(self, http: HttpRequest) -> Response:
+        """Turn texts into vectors."""
+        is_normalised = self._service.options.embedding.is_normalised
+        return await self._answer(
+            http,
+            EmbeddingsBody,
+            lambda _, inbound, __: VectorWriter(inbound.body, is_normalised=is_normalised),
+        )
+
+    @serves("POST /rerank /v1/rerank /v2/rerank", BY_PROMPT, RerankBody)
+    async def rerank(self, http: HttpRequest) -> Response:
+        """Order documents by how like a query they are."""
+        return await self._answer(
+            http, RerankBody, lambda head, inbound, _: RerankWriter(head.id, inbound.body), prefix="rerank-"
+        )
+
+    @serves("POST /score /v1/score", BY_PROMPT, ScoreBody)
+    async def score(self, http: HttpRequest) -> Response:
+        """Say how alike texts are."""
+        return await self._answer(
+            http,
+            ScoreBody,
+            lambda head, inbound, _: ScoreWriter(
+                head.id, head.created, head.model, len(inbound.body.sides()[0])
+            ),
+            prefix="score-",
+        )
+
+    @serves("POST /v1/decisions", BY_PROMPT, DecisionsBody)
+    async def decide(self, http: HttpRequest) -> Response:
+        """Answer questions about an input with probabilities.
+
+        The format is OpenAI's.
+        """
+        return await self._answer(http, DecisionsBody, partial(_decisions_writer, DecisionsWriter))
+
+    @serves("POST /v1/systemone", BY_PROMPT, SystemOneBody)
+    async def decide_systems(self, http: HttpRequest) -> Response:
+        """Answer questions about a state with probabilities.
+
+        The format is TypeSafe's.
+        """
+        return await self._answer(http, SystemOneBody, partial(_decisions_writer, SystemOneWriter))
 
 
-def position_asked(http: HttpRequest) -> int:
-    """Returns the last event that the client has, as `starting_after` or a browser's EventSource says; -1 for none.
+def chat_recorder(service: Service, intake: Intake) -> ReplyRecorder:
+    return ReplyRecorder(service, intake, CHAT, _deleted("chat.completion"))
 
-    Raises:
-        ApiError: 400, if it is not a number.
-    """
-    text = http.query_params.get("starting_after") or http.headers.get("last-event-id")
-    if text is None or text == "-1":
-        return -1
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise invalid("'starting_after' must be the number of an event.", "starting_after")
-    return int(text)
+
+def _deleted(name: str) -> dict[str, object]:
+    return {"object": f"{name}.deleted", "deleted": True}
+
+
+def _message_writer(head: Head, inbound: Inbound, made: Made) -> MessageWriter:
+    return MessageWriter(head, inbound.body.max_tokens, made.reading)
+
+
+def _loaded(inbound: Inbound) -> dict[str, object]:
+    return unasked(inbound.ask.model, int(time.time()), is_chat=_is_chat(inbound))
+
+
+def _is_chat(inbound: Inbound) -> bool:
+    return isinstance(inbound.body, OllamaChatBody)
+
+
+def _decisions_writer(
+    make: Callable[[str, Sequence[Question], Sequence[Sequence[Steps]]], WholeWriter[Counts]],
+    head: Head,
+    inbound: Inbound,
+    made: Made,
+) -> WholeWriter[Counts]:
+    assert isinstance(inbound.ask.input, Questions)
+    return make(head.model, inbound.ask.input.questions, made.steps)

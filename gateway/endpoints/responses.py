@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.gateway.access.idempotency import not_here
-from penstock.gateway.endpoints.answering import Answering, Made, ModelEndpoints, Recorder
-from penstock.gateway.endpoints.intake import Arrival, Intake, route
-from penstock.gateway.endpoints.replies import follow
+from penstock.gateway.endpoints.answering import ModelEndpoints, RecordedSender, Recorder
+from penstock.gateway.endpoints.intake import Inbound, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, RECORDED, STREAMED, answers, looks_up, serves
+from penstock.gateway.endpoints.requests import Made
 from penstock.gateway.errors import ApiError, gone, invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
@@ -27,6 +27,7 @@ from penstock.gateway.sessions.responses.schemas import (
     InputTokensBody,
     PageQuery,
     ResponseBody,
+    StreamQuery,
     check_id,
     previous_not_found,
     read_stream_query,
@@ -47,35 +48,28 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
     kind, prefix, num_digits, always = KIND, "resp_", 48, True
 
-    def __init__(self, service: Service, intake: Intake, answering: Answering) -> None:
-        super().__init__(service, intake, answering)
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
 
-    def routes(self) -> list[Route]:
-        return [
-            route("/v1/responses", POST=self.create),
-            # Before that of a response whose id it could be.
-            route("/v1/responses/input_tokens", POST=self.count),
-            route("/v1/responses/{id}", GET=self.show, DELETE=self.delete),
-            route("/v1/responses/{id}/cancel", POST=self.cancel),
-            route("/v1/responses/{id}/input_items", GET=self.list_input),
-        ]
-
     # A new response
 
+    @answers("/v1/responses", ResponseBody)
     async def create(self, http: HttpRequest) -> Response:
-        return await self._answer(http, ResponseBody, _no_writer, self.prefix, self)
+        """Take a turn of a conversation, waited for or in the background."""
+        return await self._answer(http, ResponseBody, _no_writer, self)
 
+    @serves("POST /v1/responses/input_tokens", ANY, InputTokensBody, statuses=(404, 429, 503))
     async def count(self, http: HttpRequest) -> Response:
-        """Answers how many tokens the prompt of such a response has."""
+        """Count the tokens of a turn."""
         _, [prompt], headers = await self._intake.counted_prompts(http, InputTokensBody, self._thread_of)
         return Json({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
 
     @contextlib.asynccontextmanager
-    async def thread(self, came: Arrival) -> AsyncIterator[Thread]:
+    async def thread(self, inbound: Inbound) -> AsyncIterator[Thread]:
         """Locks the conversation that a response belongs to, until it has ended or does not begin."""
-        turn, tenant = came.ask.input, came.tenant.name
+        turn, tenant = inbound.ask.input, inbound.tenant.name
         assert isinstance(turn, ResponseTurn)
         if turn.conversation is None:
             yield await self._previous(tenant, turn.previous_response_id)
@@ -90,17 +84,17 @@ class ResponsesApi(ModelEndpoints, Recorder):
             self._locks.release(tenant, turn.conversation)
             raise
 
-    def details(self, came: Arrival, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
-        turn, [request] = came.ask.input, made.requests
+    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
+        turn, [request] = inbound.ask.input, made.requests
         assert isinstance(turn, ResponseTurn)
-        details = details_of(came.body, turn.items, thread.messages, made.guidance.reading)
+        details = details_of(inbound.body, turn.items, thread.messages, made.reading)
         return {**details, "shared_tokens": records.shared_tokens(thread, request.prompt_token_ids)}
 
     def reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
         at_once = bool(body.background)
-        return follow(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
+        return RecordedSender(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
     async def repeat(self, tenant: str, reply_id: str, body: ResponseBody) -> Response:
         recording = await self._recording(tenant, reply_id)
@@ -145,7 +139,9 @@ class ResponsesApi(ModelEndpoints, Recorder):
 
     # Those there are
 
+    @looks_up("/v1/responses/{id}", BY_ID | RECORDED, query=StreamQuery, answers=STREAMED, statuses=(410,))
     async def show(self, http: HttpRequest) -> Response:
+        """Show a response as it is now, or its events."""
         tenant, response_id = self._named(http)
         query = read_stream_query(http.query_params)
         if query.include_obfuscation:
@@ -154,32 +150,44 @@ class ResponsesApi(ModelEndpoints, Recorder):
             recording = await self._visible(tenant, response_id)
             if recording is not None:
                 after = -1 if query.starting_after is None else query.starting_after
-                return follow(self._service, Reader(recording, after), at_once=True)
+                return RecordedSender(self._service, Reader(recording, after), at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
-        found = await self._existing(tenant, response_id)
-        return Json(found.object if isinstance(found, StoredResponse) else response(found))
+        existing = await self._existing(tenant, response_id)
+        return Json(existing.object if isinstance(existing, StoredResponse) else response(existing))
 
+    @looks_up("/v1/responses/{id}/input_items", BY_ID, query=PageQuery)
     async def list_input(self, http: HttpRequest) -> Response:
+        """List what a response was given."""
         tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
-        found = await self._existing(tenant, response_id)
-        return Json(page(found.input if isinstance(found, StoredResponse) else found.details["input"], query))
+        existing = await self._existing(tenant, response_id)
+        return Json(
+            page(existing.input if isinstance(existing, StoredResponse) else existing.details["input"], query)
+        )
 
+    @serves("POST /v1/responses/{id}/cancel", BY_ID)
     async def cancel(self, http: HttpRequest) -> Response:
-        """Once a response has ended, this is as good as asking for it."""
-        asked = self._named(http)
-        found = await self._visible(*asked) or await self._existing(*asked)
-        if isinstance(found, StoredResponse):
-            _check_background(bool(found.object.get("background")))
-            return Json(found.object)
-        _check_background(found.details["background"])
-        self._service.recordings.cancel(found)
-        return Json(response(found))
+        """End a response in the background.
 
+        Once a response has ended, this is as good as asking for it.
+        """
+        named = self._named(http)
+        existing = await self._visible(*named) or await self._existing(*named)
+        if isinstance(existing, StoredResponse):
+            _check_background(bool(existing.object.get("background")))
+            return Json(existing.object)
+        _check_background(existing.details["background"])
+        self._service.recordings.cancel(existing)
+        return Json(response(existing))
+
+    @serves("DELETE /v1/responses/{id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
-        """Ends a running response; its conversation keeps the output so far."""
+        """End and forget a response.
+
+        Ends a running response; its conversation keeps the output so far.
+        """
         tenant, response_id = self._named(http)
         recording = await self._visible(tenant, response_id)
         if recording is not None:
@@ -201,20 +209,20 @@ class ResponsesApi(ModelEndpoints, Recorder):
         Raises:
             ApiError: 404, if there is none; 503, if that cannot be said now.
         """
-        found = self._here(tenant, response_id) or await self._record(tenant, response_id)
-        found = found or await self._visible(tenant, response_id)
-        if found is None:
+        existing = self._here(tenant, response_id) or await self._record(tenant, response_id)
+        existing = existing or await self._visible(tenant, response_id)
+        if existing is None:
             raise self._unknown(response_id)
-        return found
+        return existing
 
     async def _record(self, tenant: str, response_id: str) -> StoredResponse | None:
         return await records.find(self._service.store, tenant, response_id)
 
     def _here(self, tenant: str, response_id: str) -> Recording | None:
         """Returns one that can be asked for and whose text this process has, whether or not there is a store to ask."""
-        found = self._service.recordings.here(tenant, response_id)
-        is_visible = found is not None and found.kind == KIND and found.details["store"]
-        return found if is_visible else None
+        recording = self._service.recordings.here(tenant, response_id)
+        is_visible = recording is not None and recording.kind == KIND and recording.details["store"]
+        return recording if is_visible else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """Finds a stored response; others cannot be requested."""
@@ -255,7 +263,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                     raise
 
 
-def _no_writer(_: Head, __: Arrival, ___: Made) -> WholeWriter[Counts]:
+def _no_writer(_: Head, __: Inbound, ___: Made) -> WholeWriter[Counts]:
     raise AssertionError("every response is recorded")
 
 

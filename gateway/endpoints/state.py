@@ -11,13 +11,16 @@ import hmac
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from typing_extensions import TypedDict
 
-from penstock.gateway.endpoints.intake import route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import LINES, OWN, serves
 from penstock.gateway.errors import invalid, unauthorized
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.tracker import MAX_TRACKED
@@ -34,22 +37,25 @@ MOST_BLOCKS = 2048
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")
 
 
-class StateApi:
+class StateQuery(TypedDict):
+    switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+
+
+class StateApi(Endpoints):
     """The state of one service."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, intake: Intake) -> None:
+        super().__init__(service, intake)
         self._epoch = secrets.token_hex(8)
         self._load: Load | None = None
         self._load_s = float("-inf")
 
-    def routes(self) -> list[Route]:
-        return [route(PATH, GET=self.stream)] if self._service.options.cluster_secret else []
-
+    @serves(f"GET {PATH}", OWN, query=StateQuery, answers=(LINES,), statuses=(503,))
     async def stream(self, http: HttpRequest) -> Response:
-        """A snapshot, then changes, to the end of the last token stream of a server that drains.
+        """Tell a switch of the state of a replica.
 
-        Without `switch`, the snapshot alone.
+        A snapshot comes first, then changes, to the end of the last token stream of a server that drains; without
+        `switch`, the snapshot alone.
         """
         given, secret = http.headers.get(SECRET_HEADER, ""), self._service.options.cluster_secret or ""
         if not hmac.compare_digest(given.encode(), secret.encode()):
@@ -72,32 +78,32 @@ class StateApi:
             service.metrics.switches.track_inprogress(),
         ):
             snapshot = self._snapshot(blocks.take(MOST_BLOCKS)[0])
-            told = snapshot.load
+            sent_load = snapshot.load
             yield state_line(snapshot)
             while not (service.dispatch.draining and not len(service.dispatch)):
-                await (asyncio.sleep(0) if blocks.is_behind else self._news(told, let_in))
+                await (asyncio.sleep(0) if blocks.is_behind else self._news(sent_load, let_in))
                 number += 1
                 load = self._load_now()
                 stored, removed = blocks.take(MOST_BLOCKS)
                 change = Change(
                     epoch=self._epoch,
                     number=number,
-                    load=None if load is told else load,
+                    load=None if load is sent_load else load,
                     stored=stored,
                     removed=removed,
                     counted=list(let_in),
                 )
-                told = load
+                sent_load = load
                 let_in.clear()
                 yield state_line(change)
 
-    async def _news(self, told: Load, let_in: Sequence[int]) -> None:
+    async def _news(self, sent_load: Load, let_in: Sequence[int]) -> None:
         """Returns when there is something to tell."""
         waited_s = 0.0
         while waited_s < CALM_S:
             await asyncio.sleep(EVERY_S)
             waited_s += EVERY_S
-            if let_in or _requests(self._load_now()) != _requests(told):
+            if let_in or _requests(self._load_now()) != _requests(sent_load):
                 return
 
     def _load_now(self) -> Load:

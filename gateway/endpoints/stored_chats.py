@@ -9,10 +9,10 @@ from typing import Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
-from penstock.gateway.endpoints.completions import CompletionsApi
-from penstock.gateway.endpoints.intake import Endpoints, Intake, route
+from penstock.gateway.endpoints.intake import Endpoints, Intake
+from penstock.gateway.endpoints.operation import ANY, BY_ID, follows, looks_up, serves
+from penstock.gateway.endpoints.replies import chat_recorder
 from penstock.gateway.errors import ApiError, answering_unavailable, existing
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.off_loop import off_loop
@@ -27,7 +27,6 @@ from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
 _READ_AT_ONCE = 32
-_CHATS = "/v1/chat/completions"
 
 _answering = partial(answering_unavailable, "Stored completions")
 
@@ -48,21 +47,15 @@ class ChatUpdateBody(StrictBody):
 class StoredChatsApi(Endpoints):
     """The stored chat completions of one service."""
 
-    def __init__(self, service: Service, intake: Intake, completions: CompletionsApi) -> None:
+    def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
         self._store = service.store
-        self._make = completions.chat
-        recorded = completions.by_id()
-        self._follow, self._discard = recorded["GET"], recorded["DELETE"]
+        recorder = chat_recorder(service, intake)
+        self._follow, self._discard = recorder.show, recorder.discard
 
-    def routes(self) -> list[Route]:
-        return [
-            route(_CHATS, POST=self._make, GET=self.list_chats),
-            route(f"{_CHATS}/{{id}}", GET=self.show, POST=self.update, DELETE=self.delete),
-            route(f"{_CHATS}/{{id}}/messages", GET=self.list_messages),
-        ]
-
+    @looks_up("/v1/chat/completions", ANY, query=ChatsQuery, statuses=(503,))
     async def list_chats(self, http: HttpRequest) -> Response:
+        """List stored answers."""
         tenant = self._intake.tenant(http)
         values = dict(http.query_params)
         metadata = {name[9:-1]: values.pop(name) for name in list(values) if name.startswith("metadata[")}
@@ -89,8 +82,12 @@ class StoredChatsApi(Endpoints):
                 break
         return fitting[: query.limit + 1]
 
+    @follows("/v1/chat/completions/{id}")
     async def show(self, http: HttpRequest) -> Response:
-        """Shows a stored completion, unless its events are asked for."""
+        """Show a stored answer, or follow a resumable one, after the event that was seen last.
+
+        A stored one is shown unless its events are asked for.
+        """
         tenant, follows = self._intake.tenant(http), http.query_params or "last-event-id" in http.headers
         try:
             chat = None if follows else await self._read(tenant, http)
@@ -98,7 +95,9 @@ class StoredChatsApi(Endpoints):
             return await _alone(self._follow(http))
         return await self._follow(http) if chat is None else await _shown(chat)
 
+    @serves("POST /v1/chat/completions/{id}", BY_ID, ChatUpdateBody)
     async def update(self, http: HttpRequest) -> Response:
+        """Replace the metadata of a stored answer."""
         tenant = self._intake.tenant(http)
         body = await self._intake.read(http, ChatUpdateBody)
         check_metadata(body.metadata)
@@ -111,8 +110,12 @@ class StoredChatsApi(Endpoints):
             chat = await CHATS.change(self._store, tenant, http.path_params["id"], edit)
         return await _shown(_known(chat))
 
+    @serves("DELETE /v1/chat/completions/{id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
-        """Forgets a completion, whether it is stored or recorded or both."""
+        """Forget a stored answer, or stop and forget a resumable one.
+
+        It may be stored or recorded or both.
+        """
         tenant, id = self._intake.tenant(http), http.path_params["id"]
         try:
             if await self._read(tenant, http) is None:
@@ -128,7 +131,9 @@ class StoredChatsApi(Endpoints):
                     raise
         return Json({"id": id, "object": "chat.completion.deleted", "deleted": True})
 
+    @looks_up("/v1/chat/completions/{id}/messages", BY_ID, query=PageQuery)
     async def list_messages(self, http: HttpRequest) -> Response:
+        """List the messages that a stored answer is for."""
         tenant = self._intake.tenant(http)
         query = validated(PageQuery, {"order": "asc", **http.query_params})
         return Json(page(_known(await self._found(tenant, http)).messages_as_json(), query))

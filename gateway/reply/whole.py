@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from penstock.gateway.off_loop import off_loop
-from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.reply.generation import LOGPROB_BYTES
 from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.writing import Delta, ReplyT, Whole, WholeWriter
 

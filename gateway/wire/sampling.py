@@ -12,7 +12,7 @@ from penstock.engine.planning.block_tables import most_tokens_of_forks
 from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import BeamParams, SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
-from penstock.gateway.errors import ApiError, ContextExceeded, invalid
+from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, SamplingFields, as_strings
 
@@ -87,9 +87,11 @@ def output_tokens(wanted: MaxTokens, context_length: int, num_prompt_tokens: int
 def context_exceeded(context_length: int, what: str, field: str, num_tokens: int | None = None) -> ApiError:
     """Makes the 400 for a request that the context has no room for; `num_tokens` if its prompt alone is too long."""
     message = f"This model's maximum context length is {context_length} tokens, but the request has {what}."
-    if num_tokens is None:
-        return invalid(message, field, "context_length_exceeded")
-    return ContextExceeded(message, field, num_tokens, context_length - 1)
+    error = invalid(message, field, "context_length_exceeded")
+    if num_tokens is not None:
+        # Claude Code makes a conversation shorter when it reads this sentence.
+        error.anthropic_message = f"prompt is too long: {num_tokens} tokens > {context_length - 1} maximum"
+    return error
 
 
 def sampling_params(

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.engine import EngineState
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.protocol import GatewayProtocol
-from penstock.gateway.reply.live import Live
+from penstock.gateway.reply.generation import Live
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled

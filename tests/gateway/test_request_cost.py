@@ -9,12 +9,12 @@ from types import FrameType
 import pytest
 
 from penstock.gateway.dispatch import Dispatch
-from penstock.gateway.endpoints.completions import CompletionsApi
+from penstock.gateway.endpoints.replies import RepliesApi
 from tests.gateway.harness import Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio
 
-MOST_FILES, MOST_CALLS = 33, 180
+MOST_FILES, MOST_CALLS = 29, 176
 
 
 class Profile:
@@ -27,7 +27,7 @@ class Profile:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call":
             return
-        if frame.f_code is CompletionsApi.chat.__code__:
+        if frame.f_code is RepliesApi.chat.__code__:
             self._is_on = True
         elif frame.f_code is Dispatch.submit.__code__:
             self._is_on = False

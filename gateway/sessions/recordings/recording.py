@@ -18,8 +18,7 @@ from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.errors import ApiError, gone
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import log_fault
-from penstock.gateway.reply.generation import Generation
-from penstock.gateway.reply.live import LOGPROB_BYTES
+from penstock.gateway.reply.generation import LOGPROB_BYTES, Generation
 from penstock.gateway.sessions.recordings.frames import KeptFrames
 from penstock.gateway.wire.frames import timings_of
 from penstock.gateway.wire.writing import Delta, Outputs, Writer

@@ -12,7 +12,7 @@ from penstock.engine.planning.grammar import Grammar
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.reply.live import Live
+from penstock.gateway.reply.generation import Live
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.wire.embeddings import ScoreWriter

@@ -11,7 +11,7 @@ import pytest
 from penstock.engine.planning.request import Request
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_ollama_client import connected
-from tests.gateway.harness import MODEL, Gateway, client
+from tests.gateway.harness import MODEL, TEMPLATE, Gateway, client, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +73,20 @@ async def test_zeros_are_not_given(path: str) -> None:
     plain, zeros = await requested(path, body), await requested(path, ZEROS[path])
     assert plain.prompt_token_ids == zeros.prompt_token_ids
     assert plain.sampling.max_tokens == zeros.sampling.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "system"),
+    [({"system": "Be brief."}, "Be brief."), ({"system": ""}, "Be yourself."), ({}, "Be yourself.")],
+)
+async def test_a_prompt_has_the_system_of_its_body_or_else_of_the_template(
+    given: dict[str, str], system: str
+) -> None:
+    default = "{% if messages[0].role != 'system' %}<|system|>Be yourself.<|end|>{% endif %}"
+    gateway = Gateway(tokenizer=make_tokenizer(default + TEMPLATE))
+    request = await requested(GENERATE, {"model": MODEL, "prompt": "Hi", **given}, gateway)
+    prompt = gateway.prompt_of(request).replace("<|bos|>", "")
+    assert prompt == f"<|system|>{system}<|end|><|user|>Hi<|end|><|assistant|>"
 
 
 @pytest.mark.parametrize(("path", "body"), [("show", SHOW), ("pull", PULL), ("create", CREATE)])

@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 
 from penstock.engine.planning.request import FinishReason, Request
 from penstock.gateway.access.keys import digest_of
-from penstock.gateway.endpoints.answering import Answering
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.endpoints.responses import ResponsesApi
@@ -35,7 +34,7 @@ RESPONSES = "/v1/responses"
 def app_of(gateway: Gateway) -> Any:
     intake = Intake(gateway.service)
     routes = [
-        *ResponsesApi(gateway.service, intake, Answering(gateway.service, intake)).routes(),
+        *ResponsesApi(gateway.service, intake).routes(),
         *ConversationsApi(gateway.service, intake).routes(),
     ]
     handlers: Any = {ApiError: answer_api_error}

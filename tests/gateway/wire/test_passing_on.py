@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.engine.planning.request import Output, Request
 from penstock.engine.planning.step import StepReport
 from penstock.gateway.http.connections import SEND, WRITABLE
-from penstock.gateway.reply import live
+from penstock.gateway.reply import generation as live
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
 from tests.gateway.harness import (
