@@ -28,7 +28,7 @@ from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
 from penstock.engine.planning.request import DraftCount, Output
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.setup import fit_limits, make_tables
+from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import (
     NO_SECONDS,
@@ -254,7 +254,7 @@ class Engine:
         self._num_steps, self._reported, self._proven = 0, Counters(), True
 
     def _new_scheduler(self) -> Scheduler:
-        tables = make_tables(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
+        tables = make_memory(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
         limits = fit_limits(self._limits, self._facts, tables)
         return Scheduler(self._queue, tables, self._sink, limits, self._new_drafting())
 

@@ -17,9 +17,9 @@ from collections import deque
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.sequence_store import Counters
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue
@@ -41,7 +41,7 @@ class Scheduler(StepResults):
     def __init__(
         self,
         queue: RequestQueue,
-        tables: BlockTables,
+        tables: SequenceMemory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
@@ -59,8 +59,10 @@ class Scheduler(StepResults):
         self._queue_goes_first = False
         """Sequences gave way for the queue's next request and would take their blocks, which are returning, again."""
         self._num_started = 0
-        self._candidate: Sequence | None = None
-        """Made of the request that was last looked at in the queue, so that its hashes are not computed twice."""
+        self._candidates: dict[int, Sequence] = {}
+        """Made of the requests that this step looked at in the queue, by `id`, so that each is looked up once."""
+        self._candidates_before: dict[int, Sequence] = {}
+        """Those of the step before."""
         self._passed_over: Sequence | None = None
         """The request to which others that start first leave the blocks that it needs."""
         self._refused: Request | None = None
@@ -81,6 +83,7 @@ class Scheduler(StepResults):
         plan = Plan()
         self.planned_s = now
         self._num_preemptions_before = self.counters.num_preemptions
+        self._candidates, self._candidates_before = {}, self._candidates
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         decodes, chunked = self._sort_running()
         allowance = self.queue.allowance(self.running, decodes, chunked)
@@ -274,15 +277,14 @@ class Scheduler(StepResults):
                 continue
             if sequence.num_pending:
                 return
-            prefix = self.tables.find_prefix(sequence)
-            if self._defer(sequence, prefix):
+            if self._defer(sequence):
                 continue
-            if max(self._shortage(sequence, prefix)) > 0:
+            if max(self._shortage(sequence)) > 0:
                 return
             self.waiting.remove(sequence)
             if sequence.followers:
                 waiting.appendleft(self._follow(sequence))
-            self._start(plan, sequence, prefix, now)
+            self._start(plan, sequence, now)
 
     def _admit_queued(
         self, plan: Plan, now: float, above: int | None = None, before: Request | None = None
@@ -299,25 +301,22 @@ class Scheduler(StepResults):
             request = self.queue.take(self._fits, above, before)
             if request is not None:
                 self._begin(plan, request, now)
-            elif self._refused is None:
-                self._candidate = None
-                return
-            elif way_was_made or not self._make_way(plan, self._refused):
+            elif self._refused is None or way_was_made or not self._make_way(plan, self._refused):
                 return
             else:
                 way_was_made = True
 
     def _begin(self, plan: Plan, request: Request, now: float) -> None:
         sequence = self._candidate_for(request)
-        self._candidate = None
+        del self._candidates[id(request)]
+        sequence.order = self._num_started
         self._num_started += 1
         if isinstance(sequence, BeamSequence):
             self.searches.append(sequence.beams)
-        prefix = self.tables.find_prefix(sequence)
-        if self._defer(sequence, prefix):
+        if self._defer(sequence):
             self._enqueue_waiting(sequence)
         else:
-            self._start(plan, sequence, prefix, now)
+            self._start(plan, sequence, now)
 
     def _make_way(self, plan: Plan, request: Request) -> bool:
         """Preempts for a request whose turn it is if that is enough to start it; else changes nothing.
@@ -325,7 +324,7 @@ class Scheduler(StepResults):
         What steps in flight still use counts as room: the request starts with the next step.
         """
         sequence = self._candidate_for(request)
-        seats, blocks = self._shortage(sequence, self.tables.find_prefix(sequence))
+        seats, blocks = self._shortage(sequence)
         blocks -= self.tables.num_returning
         victims: list[Sequence] = []
         candidates = iter(self.queue.giving_way(request, self.running))
@@ -340,9 +339,9 @@ class Scheduler(StepResults):
         self._queue_goes_first = self.tables.num_in_flight > 0
         return bool(victims)
 
-    def _defer(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def _defer(self, sequence: Sequence) -> bool:
         """Notes the block that the sequence has to wait for, and returns whether there is one."""
-        sequence.awaited_hash = self.tables.awaited_hash(sequence, prefix)
+        sequence.awaited_hash = self.tables.awaited_hash(sequence)
         return bool(sequence.awaited_hash)
 
     def _is_deferred(self, sequence: Sequence) -> bool:
@@ -352,11 +351,11 @@ class Scheduler(StepResults):
     def _num_deferred(self) -> int:
         return sum(1 for s in self.waiting if not s.num_preemptions)
 
-    def _shortage(self, sequence: Sequence, prefix: list[int]) -> tuple[int, int]:
+    def _shortage(self, sequence: Sequence) -> tuple[int, int]:
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
         seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
         seats = self.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
-        return seats, self.tables.num_free_needed(sequence, prefix) + blocks_left - self.tables.pool.num_free
+        return seats, self.tables.num_free_needed(sequence) + blocks_left - self.tables.pool.num_free
 
     def _left_free(self, sequence: Sequence) -> tuple[int, int]:
         """Returns the seats and blocks that a sequence leaves to others when it starts.
@@ -374,7 +373,7 @@ class Scheduler(StepResults):
         not_its_own = int((1.0 - share) * num_blocks)
         if passed_over is None:
             return 0, max(for_running, not_its_own)
-        kept = self.tables.num_free_needed(passed_over, self.tables.find_prefix(passed_over))
+        kept = self.tables.num_free_needed(passed_over)
         if lane < passed_over.request.lane:
             kept = min(kept, num_blocks // 2)
         return passed_over.num_seats, max(for_running + kept, not_its_own)
@@ -392,7 +391,7 @@ class Scheduler(StepResults):
     def _fits(self, request: Request) -> bool:
         """Says whether the request could start now, and remembers the first one that could not."""
         sequence = self._candidate_for(request)
-        if max(self._shortage(sequence, self.tables.find_prefix(sequence))) <= 0:
+        if max(self._shortage(sequence)) <= 0:
             return True
         # Who was passed over may be tried before its turn: then nobody gives way for it if it is another's.
         if self._refused is None or self._is_passed_over(self._refused):
@@ -400,17 +399,18 @@ class Scheduler(StepResults):
         return False
 
     def _candidate_for(self, request: Request) -> Sequence:
-        if self._candidate is None or self._candidate.request is not request:
-            self._candidate = self._made_of(request)
-        return self._candidate
+        key = id(request)
+        if key not in self._candidates:
+            self._candidates[key] = self._candidates_before.get(key) or self._made_of(request)
+        return self._candidates[key]
 
     def _made_of(self, request: Request) -> Sequence:
         if request.beams is not None:
-            return Beams(request, request.beams, self._num_started, self.max_len).members[0]
-        return Sequence(request, request.index, self._num_started, self.max_len)
+            return Beams(request, request.beams, self.max_len).members[0]
+        return Sequence(request, request.index, max_len=self.max_len)
 
-    def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
-        self.tables.start(sequence, prefix)
+    def _start(self, plan: Plan, sequence: Sequence, now: float) -> None:
+        self.tables.start(sequence)
         self.running.append(sequence)
         if self._is_passed_over(sequence.request):
             self._passed_over = None

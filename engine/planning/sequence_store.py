@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import (
     NO_EXPERTS,
     ExpertSums,
@@ -33,7 +33,7 @@ class Counters:
 class SequenceStore:
     """Keeps the sequences from their start to their end. A sequence gives its blocks back when it leaves `running`."""
 
-    def __init__(self, queue: RequestQueue, tables: BlockTables) -> None:
+    def __init__(self, queue: RequestQueue, tables: SequenceMemory) -> None:
         self.queue = queue
         self.tables = tables
         self.counters = Counters()

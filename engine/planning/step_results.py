@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import (
     NO_LIMIT,
     Branch,
@@ -72,7 +72,7 @@ class StepResults(SequenceStore):
     def __init__(
         self,
         queue: RequestQueue,
-        tables: BlockTables,
+        tables: SequenceMemory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,

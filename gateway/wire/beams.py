@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from penstock.engine.planning.block_tables import most_tokens_of_forks
 from penstock.engine.planning.request import BeamParams
+from penstock.engine.planning.windows import most_tokens_of_forks
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.sampling import MaxTokens, SamplingDefaults
 from penstock.gateway.wire.schemas import Sampled

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Protocol
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
@@ -164,7 +164,7 @@ class Server(TokenSink):
         self.on_end = on_end
         self.model = StepTimeModel(machine.coefficients, learns=False)
         self._slowness = slowness
-        self.tables = BlockTables(
+        self.tables = SequenceMemory(
             machine.num_kv_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, prefix_cache=prefix_cache, log=log
         )
         self.limits = _limits(machine, lanes if result.policy == "penstock" else {})
