@@ -98,6 +98,7 @@ class Scheduler(StepResults):
             self._admit_queued(plan, now)
         self._resume_waiting(plan, now)
         self._admit_queued(plan, now)
+        self._candidates_before.clear()  # of those nobody looked at, some may have been cancelled
         if self.drafting is not None:
             self.drafting.extend(plan, self.tables, self.most_tokens, allowance.most_s)
         if plan.chunks:
