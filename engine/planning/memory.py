@@ -75,15 +75,8 @@ class SequenceMemory:
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
         self.slots = BlockPool(num_states or 2, unit="state slot")  # without states, nobody asks for one
         self.snapshots = Snapshots(block_size, self.index, self.pool, self.slots)
-        self.states: StateGroup | None = None
-        if num_states:
-            self.states = StateGroup(
-                self.slots,
-                self.snapshots,
-                windows=self.windows,
-                num_pending=num_pending,
-                prefix_cache=prefix_cache,
-            )
+        states = StateGroup(self.slots, self.snapshots, self.windows, num_pending, prefix_cache=prefix_cache)
+        self.states = states if num_states else None
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
         """Numbers of the steps that have not come back, oldest first."""
@@ -202,9 +195,10 @@ class SequenceMemory:
         have to be cached, as many as the window has; the entries before them are 0. Where layers have a state, there is
         one after the prefix.
         """
-        key, prefix = (sequence.num_reusable, self.index.generation), sequence.prefix
+        most, prefix = sequence.num_reusable, sequence.prefix
+        key = self.index, self.index.generation, most
         if prefix is None or prefix.key != key:
-            prefix = sequence.prefix = self._look_up(sequence, key[0])
+            prefix = sequence.prefix = self._look_up(sequence, most)
             prefix.key = key
         return prefix
 
@@ -253,7 +247,7 @@ class SequenceMemory:
         if self.states is None:
             awaited = hashes[prefix.num_known] if prefix.num_known < len(hashes) else b""
             return awaited if self.index.is_pending(awaited, lane) else b""
-        num_shared = self._num_shared(sequence, prefix, lane)
+        num_shared = self.index.num_shared(hashes, prefix.num_known, lane)
         at = num_shared * self.block_size
         if at - prefix.num_tokens < self.block_size:
             return b""
@@ -261,13 +255,6 @@ class SequenceMemory:
         owner = self.index.owner_of(awaited, lane)
         waits = isinstance(owner, Sequence) and self.states.will_leave(owner, sequence, at)
         return awaited if waits else b""
-
-    def _num_shared(self, sequence: Sequence, prefix: Prefix, lane: int) -> int:
-        """The first blocks of a sequence that are cached, or that sequences at least as urgent compute."""
-        hashes, number = sequence.block_hashes, prefix.num_known
-        while number < len(hashes) and self.index.is_pending(hashes[number], lane):
-            number += 1
-        return number
 
     def num_free_needed(self, sequence: Sequence) -> int:
         """Returns how many free blocks `start` takes, those of the found blocks included that nobody holds."""
@@ -284,8 +271,8 @@ class SequenceMemory:
         """Takes the pages of the cached prefix, and free blocks for the known tokens after it: `num_free_needed`."""
         prefix = self.find_prefix(sequence)
         if self.states is not None:  # the snapshot's blocks may be overwritten by those that are taken now
-            junction = self._num_shared(sequence, prefix, NO_LIMIT) * self.block_size
-            self.states.start(sequence, prefix, junction)
+            num_shared = self.index.num_shared(sequence.block_hashes, prefix.num_known, NO_LIMIT)
+            self.states.start(sequence, prefix, num_shared * self.block_size)
         num_full, log = prefix.num_tokens // self.block_size, self.log
         full, partial = (
             prefix.entries[: num_full * self.num_tables],
@@ -325,7 +312,7 @@ class SequenceMemory:
             and (num_tables == 1 or all(counts[b] == 1 for b in table[first:]))
         ):
             return []  # the usual decode: its token goes into the last blocks, which are its own
-        shared = [i for i in range(first, num_held) if counts[table[i]] > 1]
+        shared = self._shared(sequence)
         if len(shared) + self._num_missing(sequence, num_tokens) > self.pool.num_free:
             return None
         copies = [(table[i], self.pool.allocate()) for i in shared]
@@ -341,11 +328,8 @@ class SequenceMemory:
         """Says whether `grow` succeeds once the steps in flight have come back, if nobody else takes a page."""
         if self.states is not None and not self.states.has_target(sequence):
             return True  # a slot is free when the next step has come back
-        table, counts = sequence.block_table, self.pool.ref_counts
-        first = sequence.num_computed // self.block_size * self.num_tables
-        num_needed = sum(1 for block in table[first:] if counts[block] > 1)
-        num_needed += self._num_missing(sequence, num_tokens)
-        num_computed = sequence.num_computed
+        table, num_computed = sequence.block_table, sequence.num_computed
+        num_needed = len(self._shared(sequence)) + self._num_missing(sequence, num_tokens)
         behind = [table[i] for i in self.windows.behind(table, num_computed, num_computed)]
         return num_needed <= self.pool.num_free + self.num_returning + self.pool.num_alone(behind)
 
@@ -441,6 +425,12 @@ class SequenceMemory:
             table[i] = 0
         if blocks:
             self.pool.give_back(blocks, self._last_step)
+
+    def _shared(self, sequence: Sequence) -> list[int]:
+        """The entries from `num_computed` on whose blocks others hold, too."""
+        table, counts = sequence.block_table, self.pool.ref_counts
+        first = sequence.num_computed // self.block_size * self.num_tables
+        return [i for i in range(first, len(table)) if counts[table[i]] > 1]
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns how many entries for tokens between `num_computed` and `num_tokens` have no block."""

@@ -174,6 +174,13 @@ class PrefixIndex:
         pending = self._pending.get(block_hash_)
         return pending[0] if pending is not None and pending[1] <= lane else None
 
+    def num_shared(self, hashes: list[bytes], num_known: int, lane: int) -> int:
+        """Returns how many first blocks of a chain are known, or computed by sequences at least as urgent."""
+        number = num_known
+        while number < len(hashes) and self.is_pending(hashes[number], lane):
+            number += 1
+        return number
+
     @property
     def num_pending(self) -> int:
         return len(self._pending)

@@ -41,13 +41,13 @@ class Scheduler(StepResults):
     def __init__(
         self,
         queue: RequestQueue,
-        tables: SequenceMemory,
+        memory: SequenceMemory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
     ) -> None:
-        tables.limit_chunks(limits.max_batch_tokens)
-        super().__init__(queue, tables, sink, limits, drafting)
+        memory.limit_chunks(limits.max_batch_tokens)
+        super().__init__(queue, memory, sink, limits, drafting)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._scored_left = 0
@@ -100,10 +100,10 @@ class Scheduler(StepResults):
         self._admit_queued(plan, now)
         self._candidates_before.clear()  # of those nobody looked at, some may have been cancelled
         if self.drafting is not None:
-            self.drafting.extend(plan, self.tables, self.most_tokens, allowance.most_s)
+            self.drafting.extend(plan, self.memory, self.most_tokens, allowance.most_s)
         if plan.chunks:
-            plan.number = self.tables.begin_step(plan.copies)
-            self.tables.assign(plan)
+            plan.number = self.memory.begin_step(plan.copies)
+            self.memory.assign(plan)
         return plan
 
     def shrink(self, plan: Plan) -> bool:
@@ -122,7 +122,7 @@ class Scheduler(StepResults):
             return False
         if self.withdraw_ended(plan):
             return True
-        for sequence in self.tables.take_back(plan):
+        for sequence in self.memory.take_back(plan):
             self._preempt_planned(plan, sequence)
         drop_drafts(plan)
         num_over = plan.num_tokens - num_left
@@ -138,7 +138,7 @@ class Scheduler(StepResults):
             else:
                 self._leave_out(plan, chunk)
         self._step_limit.shrink(max(1, plan.num_tokens))
-        self.tables.assign(plan)
+        self.memory.assign(plan)
         if not plan.chunks:
             self._preempt_torn(plan)
         return True
@@ -155,7 +155,7 @@ class Scheduler(StepResults):
             withdraw(plan, sequence)
         is_empty = bool(ended) and not plan.chunks
         if is_empty:
-            self.tables.end_step(plan.number, has_failed=True)
+            self.memory.end_step(plan.number, has_failed=True)
         return is_empty
 
     # Planning running sequences
@@ -205,7 +205,7 @@ class Scheduler(StepResults):
         if self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table:
             return
         start = sequence.num_computed
-        copies = self.tables.grow(sequence, start + num_tokens)
+        copies = self.memory.grow(sequence, start + num_tokens)
         if copies is None:
             copies = self._make_room(plan, sequence, start + num_tokens)
             if copies is None:
@@ -223,7 +223,7 @@ class Scheduler(StepResults):
 
     def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
         """Returns how many tokens of a longer chunk the step has room for."""
-        most = min(num_remaining, self._tokens_left, self.tables.max_chunk)
+        most = min(num_remaining, self._tokens_left, self.memory.max_chunk)
         return min(most, self._scored_left) if sequence.is_scored and len(self.running) > 1 else most
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -231,8 +231,8 @@ class Scheduler(StepResults):
 
         It waits for blocks that were given back while steps in flight still use them; then nobody gives way for it.
         """
-        while (copies := self.tables.grow(sequence, num_tokens)) is None:
-            if self.tables.will_have_room(sequence, num_tokens):
+        while (copies := self.memory.grow(sequence, num_tokens)) is None:
+            if self.memory.will_have_room(sequence, num_tokens):
                 return None
             self._preempt_planned(plan, self.queue.victim(self.running, sequence) or sequence)
             if not sequence.block_table:
@@ -326,7 +326,7 @@ class Scheduler(StepResults):
         """
         sequence = self._candidate_for(request)
         seats, blocks = self._shortage(sequence)
-        blocks -= self.tables.num_returning
+        blocks -= self.memory.num_returning
         victims: list[Sequence] = []
         candidates = iter(self.queue.giving_way(request, self.running))
         while seats > 0 or blocks > 0:
@@ -334,20 +334,20 @@ class Scheduler(StepResults):
             if victim is None:
                 return False
             victims.append(victim)
-            seats, blocks = seats - 1, blocks - self.tables.num_held_alone(victim)
+            seats, blocks = seats - 1, blocks - self.memory.num_held_alone(victim)
         for chosen in victims:
             self._preempt_planned(plan, chosen)
-        self._queue_goes_first = self.tables.num_in_flight > 0
+        self._queue_goes_first = self.memory.num_in_flight > 0
         return bool(victims)
 
     def _defer(self, sequence: Sequence) -> bool:
         """Notes the block that the sequence has to wait for, and returns whether there is one."""
-        sequence.awaited_hash = self.tables.awaited_hash(sequence)
+        sequence.awaited_hash = self.memory.awaited_hash(sequence)
         return bool(sequence.awaited_hash)
 
     def _is_deferred(self, sequence: Sequence) -> bool:
         """Returns whether another sequence is still computing the block that this one waits for."""
-        return self.tables.index.is_pending(sequence.awaited_hash, sequence.request.lane)
+        return self.memory.index.is_pending(sequence.awaited_hash, sequence.request.lane)
 
     def _num_deferred(self) -> int:
         return sum(1 for s in self.waiting if not s.num_preemptions)
@@ -356,7 +356,7 @@ class Scheduler(StepResults):
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
         seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
         seats = self.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
-        return seats, self.tables.num_free_needed(sequence) + blocks_left - self.tables.pool.num_free
+        return seats, self.memory.num_free_needed(sequence) + blocks_left - self.memory.pool.num_free
 
     def _left_free(self, sequence: Sequence) -> tuple[int, int]:
         """Returns the seats and blocks that a sequence leaves to others when it starts.
@@ -365,7 +365,7 @@ class Scheduler(StepResults):
         long is not bound by the latter, and others leave it a seat and the blocks that it needs; lanes that are more
         urgent than its own leave it half of the pool at most.
         """
-        lane, num_blocks = sequence.request.lane, self.tables.pool.num_blocks - 1
+        lane, num_blocks = sequence.request.lane, self.memory.pool.num_blocks - 1
         for_running, passed_over = 1 + len(self.running) // 4, self._passed_over
         if self._is_passed_over(sequence.request):
             return 0, for_running
@@ -374,7 +374,7 @@ class Scheduler(StepResults):
         not_its_own = int((1.0 - share) * num_blocks)
         if passed_over is None:
             return 0, max(for_running, not_its_own)
-        kept = self.tables.num_free_needed(passed_over)
+        kept = self.memory.num_free_needed(passed_over)
         if lane < passed_over.request.lane:
             kept = min(kept, num_blocks // 2)
         return passed_over.num_seats, max(for_running + kept, not_its_own)
@@ -411,7 +411,7 @@ class Scheduler(StepResults):
         return Sequence(request, request.index, max_len=self.max_len)
 
     def _start(self, plan: Plan, sequence: Sequence, now: float) -> None:
-        self.tables.start(sequence)
+        self.memory.start(sequence)
         self.running.append(sequence)
         if self._is_passed_over(sequence.request):
             self._passed_over = None

@@ -56,9 +56,9 @@ class StateGroup:
         self,
         slots: BlockPool,
         snapshots: Snapshots,
-        *,
         windows: Windows,
         num_pending: int,
+        *,
         prefix_cache: bool,
     ) -> None:
         """`num_pending` are the pending rows that a slot has room for."""

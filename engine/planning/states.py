@@ -95,8 +95,8 @@ class Prefix:
     """The state after them, where layers have one."""
     num_known: int = 0
     """The full blocks that are cached, whether there is a state after them or not."""
-    key: tuple[int, int] = (0, 0)
-    """The most tokens that could be found, and the generation of the prefix index."""
+    key: tuple[object, int, int] = (None, 0, 0)
+    """The prefix index, its generation, and the most tokens that could be found."""
     num_ready: int = 0
     """The entries of full blocks that take no free one when it starts: of blocks in use, or 0."""
     counted_at: int = -1

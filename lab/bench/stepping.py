@@ -91,7 +91,7 @@ class Always(Drafting):
     def is_due(self) -> bool:
         return True
 
-    def extend(self, plan: Plan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
+    def extend(self, plan: Plan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
         lengths = [
             min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
@@ -99,7 +99,7 @@ class Always(Drafting):
         if max(lengths, default=0) <= 0:
             return
         for chunk, length in zip(chunks, lengths, strict=True):
-            plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
+            plan.copies += memory.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
         name, found = DRAFT_MODEL, [[OPEN] * max(0, length) for length in lengths]
         if self.proposer is not None:
             name, found = self.proposer.name, self.proposer.propose([c.sequence for c in chunks], lengths)
