@@ -2,8 +2,8 @@
 
 Layers that need the same of the tokens before are a group, and a sequence holds pages of each group:
 
-    full      a block for every `block_size` tokens, with their keys and values     \\  tables of blocks, side by side
-    window    blocks of the tokens that are still seen; those behind are given back  /  (`Windows`)
+    full      blocks with the keys and values of all tokens (`Windows`)
+    window    blocks with those of the tokens that are still seen; what is behind is given back (`Windows`)
     state     one slot, with the state after the last token (`StateGroup`)
 
 Blocks and slots are pages of two sizes, each from a `BlockPool`. They are found again by what they hold: a block by the
@@ -261,8 +261,7 @@ class SequenceMemory:
         prefix = self.find_prefix(sequence)
         if prefix.counted_at != self.pool.generation:
             counts, prefix.counted_at = self.pool.ref_counts, self.pool.generation
-            full = prefix.entries[: prefix.num_tokens // self.block_size * self.num_tables]
-            prefix.num_ready = sum(1 for block in full if not block or counts[block])
+            prefix.num_ready = sum(1 for block in prefix.entries if not block or counts[block])
         return sum(self._ends_at_start(sequence, prefix)) - prefix.num_ready
 
     # Sequences
@@ -273,20 +272,16 @@ class SequenceMemory:
         if self.states is not None:  # the snapshot's blocks may be overwritten by those that are taken now
             num_shared = self.index.num_shared(sequence.block_hashes, prefix.num_known, NO_LIMIT)
             self.states.start(sequence, prefix, num_shared * self.block_size)
-        num_full, log = prefix.num_tokens // self.block_size, self.log
-        full, partial = (
-            prefix.entries[: num_full * self.num_tables],
-            prefix.entries[num_full * self.num_tables :],
-        )
-        for block in filter(None, full):
+        num_full, log = len(prefix.entries) // self.num_tables, self.log
+        for block in filter(None, prefix.entries):
             self.pool.hold(block)
         if num_full and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
             log.add(Found(sequence.block_hashes[num_full - 1]))
-        sequence.prefix, sequence.block_table = None, full
+        sequence.prefix, sequence.block_table = None, list(prefix.entries)
         sequence.num_computed = sequence.num_committed = prefix.num_tokens
         self._extend(sequence, self._ends_at_start(sequence, prefix))
-        own = sequence.block_table[num_full * self.num_tables :]
-        self._copies += [copy for copy in zip(partial, own, strict=False) if copy[0]]
+        own = sequence.block_table[len(prefix.entries) :]
+        self._copies += [copy for copy in zip(prefix.partial, own, strict=False) if copy[0]]
         for block_hash in sequence.block_hashes[num_full:]:
             self.index.begin(block_hash, sequence, sequence.request.lane)
 

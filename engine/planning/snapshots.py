@@ -79,15 +79,17 @@ class Snapshots:
         )
         if prefix.snapshot is not None:
             first = prefix.snapshot.base // self._block_size
-            num_more = -(-prefix.num_tokens // self._block_size) - first
-            prefix.entries = [*match(hashes[:first]), *prefix.snapshot.blocks[: num_more * num_tables]]
+            blocks, end = prefix.snapshot.blocks, (prefix.num_tokens // self._block_size - first) * num_tables
+            prefix.entries = [*match(hashes[:first]), *blocks[:end]]
+            if prefix.num_tokens % self._block_size:
+                prefix.partial = blocks[end : end + num_tables]
         return prefix
 
-    def note_request(self, found: Snapshot | None) -> None:
-        """Counts a request, and what it has found: snapshots are as old as so many."""
+    def note_request(self, snapshot: Snapshot | None) -> None:
+        """Counts a request, by which snapshots age, and notes the use of the one that it goes on from."""
         self._num_requests += 1
-        if found is not None:
-            found.used = self._num_requests
+        if snapshot is not None:
+            snapshot.used = self._num_requests
 
     def add(self, snapshot: Snapshot) -> None:
         """Lets a snapshot be found whose state is written, and the blocks that it needs.

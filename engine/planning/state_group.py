@@ -88,14 +88,14 @@ class StateGroup:
         Args:
             junction: the tokens that the sequence shares with others; one who comes after it may leave it there.
         """
-        found, num_tokens = prefix.snapshot, prefix.num_tokens
-        state = sequence.state = SequenceState(started_at=num_tokens, last=found)
-        self.snapshots.note_request(found)
+        snapshot, num_tokens = prefix.snapshot, prefix.num_tokens
+        state = sequence.state = SequenceState(started_at=num_tokens, last=snapshot)
+        self.snapshots.note_request(snapshot)
         if junction - num_tokens >= self._block_size:
             state.junctions.append(junction)
-        if found is not None:
-            state.slot, state.at = found.slot, found.base
-            self.slots.hold(found.slot)
+        if snapshot is not None:
+            state.slot, state.at = snapshot.slot, snapshot.base
+            self.slots.hold(snapshot.slot)
 
     def will_leave(self, owner: Sequence, follower: Sequence, at: int) -> bool:
         """Whether a running sequence is still to leave a state that the follower finds; it is asked for one if need be.
@@ -207,23 +207,24 @@ class StateGroup:
         """
         lost: list[Sequence] = []
         for chunk in plan.chunks:
-            told, state = chunk.state, chunk.sequence.state
-            assert told is not None
+            assignment, state = chunk.state, chunk.sequence.state
+            assert assignment is not None
             assert state is not None
             chunk.state = None
-            slots = {save.slot for save in told.saves}
+            slots = {save.slot for save in assignment.saves}
             for snapshot in [s for s in state.promised if s.slot in slots]:
                 state.promised.remove(snapshot)
                 self.snapshots.withdraw(snapshot)
             if chunk.start < chunk.sequence.num_prompt_tokens:
                 self._end_forks(state)
-            state.at = chunk.start - told.replayed
-            if told.target == told.source:
+            state.at = chunk.start - assignment.replayed
+            if assignment.target == assignment.source:
                 state.is_torn = True
                 lost.append(chunk.sequence)
             else:
-                self.slots.take_back([told.source], plan.number)  # the reference is the sequence's again
-                state.slot, state.next = told.source, told.target
+                # The reference that a step in flight had is the sequence's again.
+                self.slots.take_back([assignment.source], plan.number)
+                state.slot, state.next = assignment.source, assignment.target
         return lost
 
     def end_step(self, number: int, oldest: float, *, has_failed: bool) -> Iterator[LeftState]:
@@ -239,19 +240,19 @@ class StateGroup:
             else:
                 yield left
 
-    def _plan_saves(self, chunk: Chunk, told: ChunkState, state: SequenceState) -> None:
+    def _plan_saves(self, chunk: Chunk, assignment: ChunkState, state: SequenceState) -> None:
         """Plans the snapshots of a chunk that begins within a prompt."""
         start, last = chunk.start, chunk.sequence.num_prompt_tokens - 1
         end = start + chunk.num_tokens - len(chunk.drafts)
         base = max(start, last - self._num_pending) if start < last <= end else end + 1
         for at in sorted(state.junctions):
             if start <= at < base:
-                self._save(chunk, told, state, at, end)
+                self._save(chunk, assignment, state, at, end)
         state.junctions = [at for at in state.junctions if at > end]
         forks = last < end and _forks(chunk.sequence)
         slot = 0
         if base <= end:
-            slot = self._save(chunk, told, state, base, end, is_needed=forks)
+            slot = self._save(chunk, assignment, state, base, end, is_needed=forks)
         elif state.next:  # what the chunk reads stays as it is
             slot, base = state.slot, state.at
         if forks and slot:
@@ -261,7 +262,7 @@ class StateGroup:
     def _save(
         self,
         chunk: Chunk,
-        told: ChunkState,
+        assignment: ChunkState,
         state: SequenceState,
         base: int,
         end: int,
@@ -275,7 +276,7 @@ class StateGroup:
         snapshot = self._snapshot(chunk.sequence, state, base, base + num_pending)
         snapshot.slot = self.allocate(inf if is_needed else snapshot.gain)
         if snapshot.slot:
-            told.saves = [*told.saves, Save(base - chunk.start, snapshot.slot, num_pending)]
+            assignment.saves = [*assignment.saves, Save(base - chunk.start, snapshot.slot, num_pending)]
             state.promised.append(snapshot)
             state.last = snapshot
         return snapshot.slot

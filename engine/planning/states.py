@@ -88,17 +88,18 @@ class Prefix:
     """The first tokens of a sequence that are cached, and what it shares if it starts now."""
 
     entries: list[int] = field(default_factory=list)
-    """The table entries of their blocks, those of the same tokens side by side."""
+    """The table entries of their full blocks, those of the same tokens side by side."""
     num_tokens: int = 0
-    """Where layers have a state, these may end within a block, which is copied for the sequence."""
     snapshot: Snapshot | None = None
     """The state after them, where layers have one."""
+    partial: ListLike[int] = ()
+    """The entries of the block that they end in, if they do not end with a block; the sequence gets a copy of it."""
     num_known: int = 0
     """The full blocks that are cached, whether there is a state after them or not."""
     key: tuple[object, int, int] = (None, 0, 0)
     """The prefix index, its generation, and the most tokens that could be found."""
     num_ready: int = 0
-    """The entries of full blocks that take no free one when it starts: of blocks in use, or 0."""
+    """The entries that take no free block when the sequence starts: those of blocks in use, and those that are 0."""
     counted_at: int = -1
     """The generation of the pool at which these were counted."""
 

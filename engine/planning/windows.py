@@ -86,15 +86,15 @@ class Windows:
 
         One token more than a window has is kept: a fork starts one token before its parent.
         """
-        found = list[int]()
+        entries = list[int]()
         for number, size in enumerate(self.sizes):
             if size:
                 num_behind = min(num_computed - size, num_committed) // self.block_size
                 i = (num_behind - 1) * self.num_tables + number
                 while i >= 0 and table[i]:
-                    found.append(i)
+                    entries.append(i)
                     i -= self.num_tables
-        return found[::-1]
+        return entries[::-1]
 
     def _most_held(self, chunk: int) -> list[int]:
         """The blocks that each table with a window needs for it and a chunk, which may begin anywhere in a block."""
