@@ -19,7 +19,7 @@ from penstock.app.log import configure_log, log
 from penstock.app.settings import ENV_PREFIX, Settings
 
 if TYPE_CHECKING:
-    from penstock.cluster.directory import Report, View
+    from penstock.cluster.directory import ClusterView, Report
     from penstock.cluster.plan import Plan
 
 ACTIONS = {
@@ -261,7 +261,7 @@ def _last_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
-def _is_met(view: View, plan: Plan) -> bool:
+def _is_met(view: ClusterView, plan: Plan) -> bool:
     """Returns whether there are as many replicas as wanted, and every switch knows them."""
     there = [one for one in view.replicas if not one.is_draining]
     return (
@@ -284,7 +284,7 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
 # The actions
 
 
-def _plan_of(view: View, deployments: Any) -> Plan | None:
+def _plan_of(view: ClusterView, deployments: Any) -> Plan | None:
     """The plan that the replicas were deployed with."""
     plans = [one.plan for one in view.replicas if one.plan]
     return _parse(plans[-1], deployments) if plans else None
@@ -306,7 +306,7 @@ def _scale(plan: Plan, directory: Any, size: str, deployments: Any) -> int:
 
 
 def _drain(plan: Plan, directory: Any, name: str, deployments: Any) -> int:
-    view: View = _get(directory.view.remote())
+    view: ClusterView = _get(directory.view.remote())
     if not _get(directory.drain.remote(name)):
         names = ", ".join(one.name for one in view.replicas) or "none"
         raise OperatorError(f"{plan.name} has no replica {name}; there are {names}")
@@ -340,7 +340,7 @@ def _delete(plan: Plan, deployments: Any) -> None:
 
 def _print_status(plan: Plan, deployments: Any) -> int:
     """1 if not all is well."""
-    view: View = _get(deployments.find_directory(plan).view.remote())
+    view: ClusterView = _get(deployments.find_directory(plan).view.remote())
     applications = deployments.serve.status().applications
     is_well = True
     for name in (plan.switches_app, plan.replicas_app):

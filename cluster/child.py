@@ -39,7 +39,7 @@ class Child:
         self.url = ""
         """The address that the process listens at, once it is ready."""
         self._process = process
-        self._ready = asyncio.Event()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self._reader = asyncio.create_task(self._read())
 
@@ -64,13 +64,13 @@ class Child:
         )
         child = cls(process)
         try:
-            await child._wait_ready()
-        except ChildFailed:
-            await child.stop(_KILL_S)
-            raise
+            await asyncio.wait((child._ready, child._reader), return_when=asyncio.FIRST_COMPLETED)
         except BaseException:  # this is cancelled
             child.kill()
             raise
+        if not child._ready.done():
+            await child.stop(_KILL_S)
+            raise ChildFailed(child.last_line)
         return child
 
     @property
@@ -108,15 +108,6 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def _wait_ready(self) -> None:
-        ready = asyncio.create_task(self._ready.wait())
-        try:
-            await asyncio.wait((ready, self._reader), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-        if not self._ready.is_set():
-            raise ChildFailed(self.last_line)
-
     async def _read(self) -> None:
         """Reads what the process writes, until the process ends."""
         assert self._process.stderr is not None
@@ -133,6 +124,6 @@ class Child:
         print(line, file=sys.stderr, flush=True)
         if line:
             self._lines.append(line.removeprefix("penstock: "))
-        if found := _READY.search(line):
-            self.url = found[1]
-            self._ready.set()
+        if (ready := _READY.search(line)) and not self._ready.done():
+            self.url = ready[1]
+            self._ready.set_result(None)

@@ -29,8 +29,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from penstock.cluster import scaling
 from penstock.cluster.child import Child, ChildFailed
-from penstock.cluster.directory import BEAT_S, Answer, Directory, Report, Stranger
-from penstock.cluster.figures import Figures
+from penstock.cluster.directory import BEAT_S, BeatReply, Directory, ModelMismatch, Report
+from penstock.cluster.figures import LoadRates
 from penstock.cluster.plan import OF_SWITCH, Plan, PlanError
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 
@@ -57,9 +57,9 @@ def find_directory(plan: Plan) -> Any | None:
 
 def open_directory(plan: Plan, secret: str | None = None) -> Any:
     """Returns the handle of a cluster's directory, which is started if there is none, with this secret or a new one."""
-    found = find_directory(plan)
-    if found is not None:
-        return found
+    directory = find_directory(plan)
+    if directory is not None:
+        return directory
     options = {
         "name": plan.directory,
         "namespace": NAMESPACE,
@@ -81,22 +81,16 @@ def replicas(args: dict[str, Any]) -> Any:
             "those of their machines (--listen node, or listen: node), in a network that only you can reach"
         )
     open_directory(plan)
-    # Processes that replace others need room beside them: without it they would be waited for in vain.
-    surge = {"max_surge_percent": 100} if plan.surge else {}
+    options: dict[str, Any] = {"num_replicas": plan.replicas.least}
+    if not plan.replicas.is_fixed:
+        policy = AutoscalingPolicy(policy_function=scaling.policy)
+        bounds = {"min_replicas": plan.replicas.least, "max_replicas": plan.replicas.most}
+        options = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+    if plan.surge:
+        # Processes that replace others need room beside them: without it they would be waited for in vain.
+        options["max_surge_percent"] = 100
     resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-    deployed = _deployment(Replica, plan, resources, **_size(plan), **surge)
-    return _with_version(deployed, plan.replica_version()).bind(plan.model_dump(mode="json"))
-
-
-def _size(plan: Plan) -> dict[str, Any]:
-    if plan.replicas.is_fixed:
-        return {"num_replicas": plan.replicas.least}
-    config = AutoscalingConfig(
-        min_replicas=plan.replicas.least,
-        max_replicas=plan.replicas.most,
-        policy=AutoscalingPolicy(policy_function=scaling.policy),
-    )
-    return {"autoscaling_config": config}
+    return _application(Replica, plan, plan.replica_version(), resources, **options)
 
 
 def switches(args: dict[str, Any]) -> Any:
@@ -105,10 +99,8 @@ def switches(args: dict[str, Any]) -> Any:
     open_directory(plan)
     num_machines = len(machines())
     num = plan.switches or num_machines
-    deployed = _deployment(
-        Switch, plan, {"num_cpus": 0}, num_replicas=num, max_replicas_per_node=-(-num // num_machines)
-    )
-    return _with_version(deployed, plan.switch_version()).bind(plan.model_dump(mode="json"))
+    options = {"num_replicas": num, "max_replicas_per_node": -(-num // num_machines)}
+    return _application(Switch, plan, plan.switch_version(), {"num_cpus": 0}, **options)
 
 
 def machines() -> list[str]:
@@ -116,8 +108,10 @@ def machines() -> list[str]:
     return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
-def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **options: Any) -> Any:
-    return serve.deployment(
+def _application(
+    keeper: type[Keeper], plan: Plan, version: str, resources: dict[str, Any], **options: Any
+) -> Any:
+    deployment = serve.deployment(
         keeper,
         ray_actor_options=resources,
         health_check_period_s=_HEALTH_S,
@@ -126,11 +120,8 @@ def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **o
         max_constructor_retry_count=2,
         **options,
     )
-
-
-def _with_version(deployment: Any, text: str) -> Any:
-    """Gives a deployment a version, without which Serve replaces all processes whenever the application is deployed."""
-    return deployment.options(version=text, _internal=True)
+    # Without a version Serve replaces all processes whenever the application is deployed.
+    return deployment.options(version=version, _internal=True).bind(plan.model_dump(mode="json"))
 
 
 class Keeper:
@@ -143,14 +134,14 @@ class Keeper:
         """Starts the process, and returns when it is ready.
 
         Raises:
-            ChildFailed, Stranger: the process does not start, or does not fit; the directory has been told why.
+            ChildFailed, ModelMismatch: the process does not start, or does not fit; the directory has been told why.
         """
         self._plan = Plan.parse(plan)
         self._directory = ray.get_actor(self._plan.directory, NAMESPACE)
         self._secret = await self._directory.secret.remote()
         self._name = f"{self._plan.name}-{serve.get_replica_context().replica_id.unique_id}"
         self._node: str = ray.util.get_node_ip_address()
-        self._figures = Figures()
+        self._figures = LoadRates()
         self._numbers: dict[str, float] = defaultdict(float)
         self._identity = ""
         self._is_stopping = False
@@ -161,14 +152,17 @@ class Keeper:
         try:
             self._child = await self._start()
             await self._join()
-        except (ChildFailed, Stranger) as error:
+        except (ChildFailed, ModelMismatch) as error:
             if self._child is not None:
                 await self._child.stop(self._plan.stop_s)
             await self._leave()
             reason = getattr(error, "cause", error)  # what an actor raises comes with its traceback
             await self._directory.note_failure.remote(f"{self._name} on {self._node}: {reason}")
             raise
-        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._end_with_child())]
+        self._tasks = [
+            asyncio.create_task(self._report_always()),
+            asyncio.create_task(self._end_with_child()),
+        ]
 
     async def __del__(self) -> None:
         """Ends the process; Serve awaits this for as long as `graceful_shutdown_timeout_s`."""
@@ -202,12 +196,12 @@ class Keeper:
         self, host: str, first: int, command: str, variables: Mapping[str, str], *arguments: str
     ) -> Child:
         """Starts a process on the first port that it can have."""
-        own = {"PENSTOCK_CLUSTER_SECRET": self._secret, "PENSTOCK_HOST": host}
+        common = {"PENSTOCK_CLUSTER_SECRET": self._secret, "PENSTOCK_HOST": host}
         failure = ChildFailed(f"no port of {host} from {first} to {first + _NUM_PORTS - 1} is free")
         for port in _free_ports(host, first):
             try:
                 return await Child.start(
-                    [command, *arguments], {**variables, **own, "PENSTOCK_PORT": str(port)}
+                    [command, *arguments], {**variables, **common, "PENSTOCK_PORT": str(port)}
                 )
             except ChildFailed as error:
                 failure = error
@@ -215,7 +209,7 @@ class Keeper:
                     break
         raise failure
 
-    async def _beat(self) -> Answer:
+    async def _beat(self) -> BeatReply:
         assert self._child is not None
         report = Report(
             kind=self._kind,
@@ -228,10 +222,10 @@ class Keeper:
             figures=self._numbers,
             is_draining=self._is_draining or self._is_stopping,
         )
-        answer: Answer = await self._directory.beat.remote(report)
+        answer: BeatReply = await self._directory.beat.remote(report)
         return answer
 
-    async def _tell(self) -> None:
+    async def _report_always(self) -> None:
         """Tells the directory every second that the process is there; nothing changes while the directory is gone."""
         assert self._child is not None
         while True:
@@ -244,7 +238,7 @@ class Keeper:
     def _read(self, metrics: str) -> dict[str, float]:
         raise NotImplementedError
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         raise NotImplementedError
 
     async def _end_with_child(self) -> None:
@@ -291,7 +285,7 @@ class Replica(Keeper):
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_replica(metrics)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         self._numbers["missed"] += answer.refused
         if answer.drain and not self._is_draining:
             assert self._child is not None
@@ -324,7 +318,7 @@ class Switch(Keeper):
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_switch(metrics)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: BeatReply) -> None:
         text = "".join(f"{url}\n" for url in sorted(answer.replicas))
         if text != self._file.read_text():
             new = self._file.with_suffix(".new")

@@ -18,7 +18,7 @@ GONE_S = 10.0
 _NUM_FAILURES = 8
 
 
-class Stranger(Exception):
+class ModelMismatch(Exception):
     """A replica serves something else than the others do."""
 
 
@@ -42,7 +42,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class BeatReply:
     """The answer to a report."""
 
     replicas: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterView:
     """All that the directory knows."""
 
     replicas: tuple[Report, ...]
@@ -77,22 +77,22 @@ class Directory:
     def secret(self) -> str:
         return self._secret
 
-    def beat(self, report: Report) -> Answer:
-        """Takes a report; raises Stranger for a replica that serves something else than those that are here."""
+    def beat(self, report: Report) -> BeatReply:
+        """Takes a report; raises ModelMismatch for a replica that serves something else than those that are here."""
         self._forget_silent()
         if report.kind == "replica" and report.name not in self._heard:
             for other in self._of("replica"):
                 if other.identity != report.identity:
-                    raise Stranger(
+                    raise ModelMismatch(
                         f"it serves {report.identity}, and {other.name} on {other.node} serves {other.identity}; "
                         "all of a cluster must have the same checkpoint and version of Penstock"
                     )
         self._heard[report.name] = report, monotonic()
         replicas = self._of("replica")
         if report.kind == "switch":
-            return Answer(replicas=tuple(one.url for one in replicas))
+            return BeatReply(replicas=tuple(one.url for one in replicas))
         switches = self._of("switch")
-        return Answer(
+        return BeatReply(
             refused=sum(one.figures.get("refused", 0.0) for one in switches) / len(replicas),
             drain=report.name in self._to_drain,
             num_switches=len(switches),
@@ -116,9 +116,9 @@ class Directory:
     def forget_failures(self) -> None:
         self._failures.clear()
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         self._forget_silent()
-        return View(
+        return ClusterView(
             replicas=tuple(self._of("replica")),
             switches=tuple(self._of("switch")),
             failures=tuple(self._failures),

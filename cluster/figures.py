@@ -12,7 +12,7 @@ CURABLE = frozenset(("promise_out_of_reach", "queue_full", "queue_timeout"))
 """Reasons of refusals that another replica would help against; a tenant's own limits are none."""
 
 
-class Figures:
+class LoadRates:
     """Turns the counters of successive readings of `/metrics` into rates a second."""
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 from urllib.parse import urlsplit
 
 import orjson
@@ -31,6 +32,8 @@ SILENT_S = 5.0
 _CHECKS = 5
 """The checks in that time. A switch whose own loop is held up makes none, and blames nobody."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
+MOST_S = 0.5
+"""The longest time that counts between two readings: the switch reads the clock four times a second."""
 
 
 def parse_address(url: str) -> Address:
@@ -47,6 +50,22 @@ def parse_address(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
         raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
     return Address(parts.hostname, port, is_tls=parts.scheme == "https")
+
+
+class AwakeClock:
+    """A clock that stands still while the event loop is held up: what was not read meanwhile is not silence."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._read_s = clock()
+        self._held_up_s = 0.0
+
+    def __call__(self) -> float:
+        """Returns seconds that never go back."""
+        now_s = self._clock()
+        self._held_up_s += max(0.0, now_s - self._read_s - MOST_S)
+        self._read_s = now_s
+        return now_s - self._held_up_s
 
 
 @dataclass(slots=True)
@@ -77,7 +96,7 @@ class Members:
             identity: what every replica has to serve.
             clock: the router's.
         """
-        self.known: dict[str, Member] = {}
+        self.live: dict[str, Member] = {}
         """The replicas whose state is known, by name."""
         self._router = router
         self._switch = switch
@@ -86,7 +105,7 @@ class Members:
         self._block_size = block_size
         self._clock = clock
         self._tasks: dict[Address, asyncio.Task[None]] = {}
-        self._told: dict[Address, str] = {}
+        self._last_lines: dict[Address, str] = {}
         """The last line of the log about each replica."""
 
     @contextlib.asynccontextmanager
@@ -107,18 +126,14 @@ class Members:
 
     async def _keep_listening(self, address: Address) -> None:
         while True:
-            stream = _StateStream(lambda line, stream: self._take(address, line, stream))
-            try:
-                reason = await self._listen(address, stream)
-            finally:
-                self._forget(stream.name)
-            self._tell(address, reason)
+            self._log_news(address, await self._listen(address))
             await asyncio.sleep(AGAIN_S)
 
-    async def _listen(self, address: Address, stream: _StateStream) -> str:
-        """Returns the reason when the stream is over."""
+    async def _listen(self, address: Address) -> str:
+        """Takes the messages of a replica; returns the reason when its stream is over."""
         headers: Headers = [(SECRET_HEADER.encode(), self._secret.encode())]
         target = f"{PATH}?switch={self._switch}".encode()
+        stream = _StateStream()
         try:
             upstream = await connect(address, request_bytes("GET", target, address, headers, b""), stream)
         except ssl.SSLCertVerificationError as error:
@@ -127,34 +142,44 @@ class Members:
             return "it does not speak TLS"
         except OSError:
             return "nobody listens there"
+        name, num_silent = "", 0
         try:
-            num_silent = 0
-            while not stream.over.is_set():
+            while num_silent < _CHECKS:
                 heard_s = upstream.heard_s
-                # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has just come.
-                with contextlib.suppress(TimeoutError):
+                try:
+                    # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has come.
                     async with asyncio.timeout(SILENT_S / _CHECKS):
-                        await stream.over.wait()
-                num_silent = num_silent + 1 if upstream.heard_s == heard_s else 0
-                if num_silent == _CHECKS:
-                    return "it says nothing any more"
-            return stream.reason
+                        line = await stream.lines.readline()
+                except TimeoutError:
+                    num_silent = num_silent + 1 if upstream.heard_s == heard_s else 0
+                    continue
+                except ValueError:
+                    return "what it says of itself is too long"
+                if not line.endswith(b"\n"):
+                    return stream.reason
+                num_silent, name = 0, self._take(address, line, name)
+            return "it says nothing any more"
+        except StateError as error:
+            return str(error)
         finally:
             upstream.close()
+            if name:
+                self.live.pop(name, None)
+                self._router.on_gone(name)
 
-    def _take(self, address: Address, line: bytes, stream: _StateStream) -> None:
-        """Takes one message of a stream; raises StateError."""
+    def _take(self, address: Address, line: bytes, name: str) -> str:
+        """Takes one message, and returns the replica's name, which is "" before the first one; raises StateError."""
         try:
             message = orjson.loads(line)
         except orjson.JSONDecodeError:
             raise StateError("what it says of itself is no JSON") from None
-        if not stream.name:
-            stream.name = self._enter(address, parse_snapshot(message))
-            return
+        if not name:
+            return self._enter(address, parse_snapshot(message))
         change = parse_change(message)
-        self._router.on_change(stream.name, change, self._clock())
+        self._router.on_change(name, change, self._clock())
         if change.load is not None:
-            self.known[stream.name].is_draining = change.load.is_draining
+            self.live[name].is_draining = change.load.is_draining
+        return name
 
     def _enter(self, address: Address, snapshot: Snapshot) -> str:
         """Takes in a replica, and returns its name; raises StateError if it does not fit."""
@@ -163,22 +188,17 @@ class Members:
             raise StateError(f"it serves {snapshot.model}, and this switch is for {self._identity}")
         if snapshot.block_size != self._block_size:
             raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
-        if name in self.known:
+        if name in self.live:
             raise StateError(f"another replica is called {name}, too; set --replica")
         self._router.on_snapshot(snapshot, self._clock())
-        self.known[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
-        self._tell(address, "")
+        self.live[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
+        self._log_news(address, "")
         return name
 
-    def _forget(self, name: str) -> None:
-        if name:
-            self.known.pop(name, None)
-            self._router.on_gone(name)
-
-    def _tell(self, address: Address, reason: str) -> None:
+    def _log_news(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""
-        if self._told.get(address) != reason:
-            self._told[address] = reason
+        if self._last_lines.get(address) != reason:
+            self._last_lines[address] = reason
             if reason:
                 log.warning("replica %s is left out: %s", address, reason)
             else:
@@ -186,40 +206,25 @@ class Members:
 
 
 class _StateStream:
-    """A stream of messages, one a line; a `cluster.upstream.Listener`."""
+    """A stream of messages, one a line; a `cluster.upstream.ReplyListener`."""
 
-    def __init__(self, on_line: Callable[[bytes, _StateStream], None]) -> None:
-        self.name = ""
-        """The name of the replica, once its snapshot has come."""
-        self.over = asyncio.Event()
-        self.reason = ""
-        self._on_line = on_line
+    def __init__(self) -> None:
+        self.lines = asyncio.StreamReader(MAX_LINE_BYTES)
         self._status = 0
-        self._begun: list[bytes] = []
-        """The pieces of a line whose end has not come yet."""
-        self._num_begun = 0
 
     def on_head(self, status: int, headers: Headers) -> None:  # noqa: ARG002
         self._status = status
 
     def on_body(self, body: bytes) -> None:
-        if self._status != 200 or self.over.is_set():
-            return
-        *lines, rest = body.split(b"\n")
-        for line in lines:
-            whole = b"".join([*self._begun, line])
-            self._begun, self._num_begun = [], 0
-            try:
-                self._on_line(whole, self)
-            except StateError as error:
-                self._end(str(error))
-                return
-        self._begun.append(rest)
-        self._num_begun += len(rest)
-        if self._num_begun > MAX_LINE_BYTES:
-            self._end("what it says of itself is too long")
+        if self._status == 200:
+            self.lines.feed_data(body)
 
     def on_end(self, *, is_whole: bool) -> None:  # noqa: ARG002
+        self.lines.feed_eof()
+
+    @property
+    def reason(self) -> str:
+        """Why the stream has ended."""
         reasons = {
             0: "it hung up",
             200: "it hung up",
@@ -227,8 +232,4 @@ class _StateStream:
             404: "it was started without a cluster secret",
             503: "it is not ready",
         }
-        self._end(reasons.get(self._status, f"it answers with status {self._status}"))
-
-    def _end(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self.over.set()
+        return reasons.get(self._status, f"it answers with status {self._status}")

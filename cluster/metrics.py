@@ -7,7 +7,7 @@ from penstock.gateway.instruments import Exposition
 _CHOICE_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
-class Metrics:
+class SwitchMetrics:
     """The metrics of one switch."""
 
     def __init__(self) -> None:

@@ -33,6 +33,12 @@ OF_SWITCH = frozenset(
 """Settings that a switch has a use for, beside where it listens."""
 UNENCRYPTED = frozenset(("ssl_certfile", "ssl_keyfile"))
 """Settings that the processes of a cluster cannot have, since they ask each other by plain HTTP."""
+_NOT_IN_SETTINGS = {
+    **dict.fromkeys(OWN_SETTINGS, "replicas cannot have it in common"),
+    **dict.fromkeys(UNENCRYPTED, "a cluster speaks plain HTTP; put a proxy with the certificate in front"),
+    "host": "host stands outside the settings; it is that of the switches",
+    "port": "port stands outside the settings; it is that of the switches",
+}
 DRAIN_S = 30.0
 """The default of Settings.drain_timeout."""
 _MARGIN_S = 15.0
@@ -43,7 +49,7 @@ class PlanError(ValueError):
     """The plan is not possible; the message names the field."""
 
 
-class Size(BaseModel):
+class ReplicaRange(BaseModel):
     """The number of replicas; more than `least` as the load wants them."""
 
     model_config = ConfigDict(frozen=True)
@@ -52,7 +58,7 @@ class Size(BaseModel):
     most: int = Field(ge=1, le=1000)
 
     @model_validator(mode="after")
-    def _in_order(self) -> Size:
+    def _in_order(self) -> ReplicaRange:
         if self.most < self.least:
             raise ValueError(f"{self.most} is less than {self.least}")
         return self
@@ -65,14 +71,14 @@ class Size(BaseModel):
         return str(self.least) if self.is_fixed else f"{self.least}-{self.most}"
 
 
-def _parse_size(value: object) -> object:
+def _parse_range(value: object) -> object:
     """Reads a size like `3` or `2-8`."""
-    if isinstance(value, Size | dict):
+    if isinstance(value, ReplicaRange | dict):
         return value
-    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
-    if found is None:
+    match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
+    if match is None:
         raise ValueError("must be like 3, or 2-8 for as many as the load wants")
-    return {"least": int(found[1]), "most": int(found[2] or found[1])}
+    return {"least": int(match[1]), "most": int(match[2] or match[1])}
 
 
 def _to_text(value: object) -> object:
@@ -94,7 +100,7 @@ class Plan(BaseModel):
     """The cluster's name; its applications are NAME-replicas and NAME-switches."""
     settings: dict[str, _Text] = {}
     """Settings of `penstock serve`, by name (max_model_len), for every replica."""
-    replicas: Annotated[Size, BeforeValidator(_parse_size)] = Size(least=1, most=1)
+    replicas: Annotated[ReplicaRange, BeforeValidator(_parse_range)] = ReplicaRange(least=1, most=1)
     cpus: float = Field(default=1, ge=0)
     """Cores that Ray sets aside for a replica."""
     gpus: float = Field(default=0, ge=0)
@@ -126,16 +132,8 @@ class Plan(BaseModel):
         return plan
 
     def _check_settings(self) -> None:
-        for name in sorted(OWN_SETTINGS & self.settings.keys()):
-            raise PlanError(f"settings.{name}: replicas cannot have it in common")
-        for name in sorted(UNENCRYPTED & self.settings.keys()):
-            raise PlanError(
-                f"settings.{name}: a cluster speaks plain HTTP; put a proxy with the certificate in front"
-            )
-        for name in sorted({"host", "port"} & self.settings.keys()):
-            raise PlanError(
-                f"settings.{name}: {name} stands outside the settings; it is that of the switches"
-            )
+        for name in sorted(_NOT_IN_SETTINGS.keys() & self.settings.keys()):
+            raise PlanError(f"settings.{name}: {_NOT_IN_SETTINGS[name]}")
         if self.settings.get("log_level", "info") not in ("debug", "info"):
             raise PlanError(
                 "settings.log_level: must be info or debug, since where a replica listens is read there"

@@ -12,7 +12,7 @@ from penstock.gateway.wire.frames import KEEPALIVE
 _INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
 
 
-class _Format(NamedTuple):
+class _EventFormat(NamedTuple):
     """How the events of an API name a reply and their numbers."""
 
     id: re.Pattern[bytes]
@@ -28,17 +28,17 @@ class _Format(NamedTuple):
 
 
 _COMPLETION_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
-_COMPLETIONS = _Format(_COMPLETION_ID, b"\nid: ", b"\n", b'data: {"error"')
-_MESSAGES = _Format(re.compile(rb'"id":"(msg_[0-9a-f]{32})"'), b"\nid: ", b"\n", b"event: error")
-_RESPONSES = _Format(
+_COMPLETIONS = _EventFormat(_COMPLETION_ID, b"\nid: ", b"\n", b'data: {"error"')
+_MESSAGES = _EventFormat(re.compile(rb'"id":"(msg_[0-9a-f]{32})"'), b"\nid: ", b"\n", b"event: error")
+_RESPONSES = _EventFormat(
     re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"'), b'"sequence_number":', b"}", b"event: error"
 )
-_LINES = _Format(
+_LINES = _EventFormat(
     re.compile(rb'"id":"(reply_[0-9a-f]{32})"'), b'"sequence_number":', b"}", b'{"error":', b"\n", b""
 )
 
 
-def _format_of(path: str) -> _Format:
+def _format_of(path: str) -> _EventFormat:
     if path.startswith(OLLAMA_PATH):
         return _LINES
     if path.endswith("/completions"):
@@ -93,8 +93,8 @@ class Position:
 
     def _note(self, events: bytes) -> None:
         if not self.id:
-            found = self._format.id.search(events)
-            self.id = found[1].decode() if found else ""
+            match = self._format.id.search(events)
+            self.id = match[1].decode() if match else ""
         # In text, quotes and ends of lines are escaped: what is looked for is never part of it.
         before, after = self._format.before, self._format.after
         at = events.rfind(before)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Protocol
 
-from penstock.cluster.metrics import Metrics
+from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
 from penstock.cluster.upstream import Address, Headers, Upstream, connect, request_bytes
 from penstock.gateway.errors import DROPPED_HEADER, ApiError, unavailable
@@ -34,7 +34,7 @@ _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ForwardedRequest:
     """A client's request, as it is sent to a replica."""
 
     method: str
@@ -51,21 +51,21 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Target:
     """A replica that was chosen for a request."""
 
     replica: str
     address: Address
     headers: Headers = ()
     """Headers that the replica gets beside the client's."""
-    leave: Callable[[], None] = field(default=lambda: None)
+    release: Callable[[], None] = field(default=lambda: None)
     """A function to call when the request is over at this replica."""
 
 
-class Guide(Protocol):
+class Picker(Protocol):
     """Chooses replicas for one request."""
 
-    def choose(self, excluded: frozenset[str]) -> Place:
+    def choose(self, excluded: frozenset[str]) -> Target:
         """Returns a replica outside of `excluded`; raises ApiError if there is none, or the request is refused."""
 
     def has_others(self, excluded: frozenset[str]) -> bool:
@@ -74,30 +74,32 @@ class Guide(Protocol):
     def is_lost(self, replica: str) -> bool:
         """Whether a replica has stopped sending its state."""
 
-    def owners(self, id: str) -> Iterator[Place]:
+    def owners(self, id: str) -> Iterator[Target]:
         """Yields the replicas that may have what an id names, the likeliest first."""
 
 
 class Relay:
-    """One request and its reply; a `cluster.upstream.Listener`."""
+    """One request and its reply; a `cluster.upstream.ReplyListener`."""
 
     def __init__(
         self,
-        message: Message,
-        guide: Guide,
+        request: ForwardedRequest,
+        picker: Picker,
         connection: Connection,
-        metrics: Metrics,
+        metrics: SwitchMetrics,
         position: Position | None = None,
     ) -> None:
         """`position` is given if the reply is a stream that another replica can go on with."""
         self.connection = connection
-        self._message = message
-        self._guide = guide
+        self._request = request
+        self._picker = picker
         self._metrics = metrics
         self._position = position
         self._upstream: Upstream | None = None
         self._replica = ""
         self._was_sent = False
+        self._was_refused = False
+        """A replica refused the request for its load."""
         self._status = 0
         self._kind = 0
         """The status; the same one for all refusals of a replica that has no room or is not ready."""
@@ -122,19 +124,16 @@ class Relay:
             ApiError: it was refused, and the client has nothing yet.
         """
         excluded: frozenset[str] = frozenset()
-        was_refused = False
-        while self._may_ask and (place := self._next_place(excluded, was_refused=was_refused)):
+        while self._may_ask and (target := self._next_target(excluded)):
             if excluded:
                 self._metrics.retries.inc()
-            excluded |= {place.replica}
+            excluded |= {target.replica}
             try:
-                if await self._ask(
-                    place, self._message, self._passed_over(excluded, was_refused=was_refused)
-                ):
+                if await self._ask(target, self._request, self._passed_over(excluded)):
                     return
             finally:
-                place.leave()
-            was_refused = was_refused or self._kind == _REFUSED
+                target.release()
+            self._was_refused |= self._kind == _REFUSED
         await self._rescue()
 
     def end(self) -> None:
@@ -153,13 +152,13 @@ class Relay:
         # A stream is never silent for so long; who computes a whole reply may be.
         if (
             silent_s > lost_s
-            if self._guide.is_lost(self._replica)
+            if self._picker.is_lost(self._replica)
             else self._is_stream and silent_s > stall_s
         ):
             upstream.close()
             self.on_end(is_whole=False)
 
-    # As a Listener
+    # As a listener
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
@@ -197,38 +196,40 @@ class Relay:
     def _may_ask(self) -> bool:
         """Whether a replica may be asked: the first one, or another one after the last."""
         was_refused = self._kind in (HTTPStatus.NOT_FOUND, _REFUSED)
-        may_be_done = self._message.once and self._was_sent and not was_refused
+        may_be_done = self._request.once and self._was_sent and not was_refused
         return not (may_be_done or self._has_begun or self.connection.gone)
 
-    def _next_place(self, excluded: frozenset[str], *, was_refused: bool) -> Place | None:
+    def _next_target(self, excluded: frozenset[str]) -> Target | None:
         """Returns the next replica to ask; None if there is none and the reply has begun."""
         try:
-            return self._guide.choose(excluded)
+            return self._picker.choose(excluded)
         except ApiError:
             if self.connection.committed:
                 return None
-            if was_refused or not excluded:
+            if self._was_refused or not excluded:
                 raise
             raise _lost() from None
 
-    def _passed_over(self, excluded: frozenset[str], *, was_refused: bool) -> tuple[int, ...]:
+    def _passed_over(self, excluded: frozenset[str]) -> tuple[int, ...]:
         """Returns the kinds of replies in whose place another replica is asked: once, or until one has the id."""
-        if not self._guide.has_others(excluded) or not isinstance(self._message.body, bytes):
+        if not self._picker.has_others(excluded) or not isinstance(self._request.body, bytes):
             return ()
-        if self._message.id:
+        if self._request.id:
             return (HTTPStatus.NOT_FOUND, _REFUSED)
-        return () if was_refused else (_REFUSED,)
+        return () if self._was_refused else (_REFUSED,)
 
-    async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
+    async def _ask(
+        self, target: Target, request: ForwardedRequest, passed_over: tuple[int, ...] = ()
+    ) -> bool:
         """Passes one replica's reply on; False if the reply did not come to its end.
 
         Args:
             passed_over: the kinds of replies that are not passed on.
         """
-        self._turn_to(place)
+        self._turn_to(target)
         try:
-            await self._send(place, message)
-            del message  # its body, which nobody needs from here on unless it is sent again
+            await self._send(target, request)
+            del request  # its body, which nobody needs from here on unless it is sent again
             if not await self._head() or self._kind in passed_over:
                 return False
             if not self.connection.committed:
@@ -241,30 +242,30 @@ class Relay:
         finally:
             self.end()
 
-    def _turn_to(self, place: Place) -> None:
+    def _turn_to(self, target: Target) -> None:
         """Forgets the reply of the replica before."""
         self._status, self._kind, self._waiting, self._was_sent = 0, 0, b"", False
         self._is_over = self._is_whole = self._is_stream = False
-        self._replica = place.replica
+        self._replica = target.replica
         if self._position is not None:
             self._position.restart()
-        self._metrics.requests(place.replica).inc()
+        self._metrics.requests(target.replica).inc()
 
-    async def _send(self, place: Place, message: Message) -> None:
+    async def _send(self, target: Target, request: ForwardedRequest) -> None:
         """Raises OSError if nothing could be sent."""
-        headers = [*message.headers, *place.headers]
-        body = message.body if isinstance(message.body, bytes) else None
-        request = request_bytes(message.method, message.target, place.address, headers, body)
-        self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
+        headers = [*request.headers, *target.headers]
+        body = request.body if isinstance(request.body, bytes) else None
+        data = request_bytes(request.method, request.target, target.address, headers, body)
+        self._upstream = await connect(target.address, data, self, is_head=request.method == "HEAD")
         self._was_sent = True
-        if not isinstance(message.body, bytes):
-            await self._upstream.upload(message.body)
+        if not isinstance(request.body, bytes):
+            await self._upstream.upload(request.body)
 
     async def _start(self) -> None:
         """Sends the client the head of the reply, less the date, which the server that sends it says itself."""
-        told = [header for header in self._headers if header[0] != b"date"]
+        headers = [header for header in self._headers if header[0] != b"date"]
         replica = self._replica.encode("latin-1", "replace")
-        await self.connection.start(self._status, [*told, (REPLICA_HEADER, replica)])
+        await self.connection.start(self._status, [*headers, (REPLICA_HEADER, replica)])
         self._streams = self._is_stream
         if not self._is_stream:
             self._begin()
@@ -308,7 +309,7 @@ class Relay:
 
     def _begin(self) -> None:
         self._has_begun = True
-        self._message = replace(self._message, body=b"")
+        self._request = replace(self._request, body=b"")
 
     # When it died
 
@@ -316,7 +317,7 @@ class Relay:
         """Ends a reply whose replica is gone, by another replica or with an error."""
         connection = self.connection
         if not (connection.committed or connection.gone):
-            raise _unsure() if self._message.once and self._was_sent else _lost()
+            raise _unsure() if self._request.once and self._was_sent else _lost()
         position = self._position if self._streams else None
         if position is not None and position.id and await self._mend(position):
             self._metrics.mended.inc()
@@ -324,7 +325,7 @@ class Relay:
         if connection.gone:
             return
         self._metrics.broken.inc()
-        if last := last_words(self._message.path) if self._streams else b"":
+        if last := last_words(self._request.path) if self._streams else b"":
             await connection.send(last, more=False)
         else:
             connection.abort()
@@ -334,11 +335,11 @@ class Relay:
         self._is_mending = True
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + MEND_S
-        headers = [header for header in self._message.headers if header[0] != b"content-type"]
+        headers = [header for header in self._request.headers if header[0] != b"content-type"]
         while loop.time() < give_up_s and not self.connection.gone:
-            for place in self._guide.owners(position.id):
-                rest = Message("GET", position.path, position.path.encode(), headers, b"")
-                if await self._ask(place, rest):
+            for target in self._picker.owners(position.id):
+                rest = ForwardedRequest("GET", position.path, position.path.encode(), headers, b"")
+                if await self._ask(target, rest):
                     return True
                 if self.connection.gone:
                     return False

@@ -18,12 +18,11 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.cluster.clock import AwakeClock
-from penstock.cluster.members import Member, Members
-from penstock.cluster.metrics import Metrics
+from penstock.cluster.members import AwakeClock, Member, Members
+from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
 from penstock.cluster.queries import QueryReader, owner_tag
-from penstock.cluster.relay import Message, Place, Relay, none_ready
+from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address, end_to_end
 from penstock.engine.planning.request import Pooling
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
@@ -35,11 +34,11 @@ from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.replies import position_asked
 from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.errors import ApiError, not_found, refused, unavailable
-from penstock.gateway.http.connections import BODY_WITHIN, Connection, ServerSendMiddleware, Timeouts
-from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
+from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts
+from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER
+from penstock.gateway.http.entrance import Entrance, forget_body
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.json_response import Json
-from penstock.gateway.http.limits import LimitsMiddleware, forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.limits import Limits, parse_object
@@ -66,7 +65,7 @@ _NGINX_LOCATION = "@replica"
 """The location in which an nginx that has asked goes on with the request (deploy/nginx-switch.conf)."""
 MOST_CHOSEN = 32
 """The places of one tenant that are kept for other proxies, which do not say whether they send the requests."""
-_FORWARDED_FOR = b"x-forwarded-for"
+_FORWARDED_FOR = "x-forwarded-for"
 """Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
@@ -99,7 +98,7 @@ class Switch:
         """`router` chooses the replicas; another one than the usual is for comparisons."""
         self.options = options
         self.access = Access(options.clients)
-        self.metrics = Metrics()
+        self.metrics = SwitchMetrics()
         self.draining = False
         """No new request is taken in."""
         self.router = router or Router()
@@ -111,15 +110,14 @@ class Switch:
         self.name = name
         self._queries = QueryReader(prompts, options.block_size, options.limits, options.pooling)
         self._relays: dict[Relay, None] = {}
-        self._chosen: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
+        self._releases: dict[str, deque[Callable[[], None]]] = defaultdict(deque)
         """The functions that give up the last places of each tenant that other proxies were told of."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._num_any = 0
 
     def app(self) -> ASGIApp:
-        limited = LimitsMiddleware(self._answer, self.options.limits, self.options.allowed_hosts, _UPLOADS)
-        return ServerSendMiddleware(RequestIdMiddleware(limited))
+        return Entrance(self._answer, self.options.limits, self.options.allowed_hosts, _UPLOADS)
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
@@ -149,9 +147,9 @@ class Switch:
         clock = asyncio.get_running_loop().time
         connection = Connection(scope, send, clock, self.metrics.slow_readers.inc)
         try:
-            own = await self._own(http)
-            if own is not None:
-                await own(scope, receive, send)
+            reply = await self._own_reply(http)
+            if reply is not None:
+                await reply(scope, receive, send)
                 return
             await self._pass_on(http, connection, receive)
         except ApiError as error:
@@ -163,18 +161,18 @@ class Switch:
                 raise
             await (await answer_fault(http, error))(scope, receive, send)
 
-    async def _own(self, http: HttpRequest) -> Response | None:
+    async def _own_reply(self, http: HttpRequest) -> Response | None:
         """Returns the reply to a request for the switch itself; None if it is for a replica."""
         path: str = http.scope["path"]
         if path == "/health":
             return Json({"status": "ok"})
         if path == "/ready":
-            state = "draining" if self.draining else "ready" if self.members.known else "no replica is ready"
+            state = "draining" if self.draining else "ready" if self.members.live else "no replica is ready"
             is_ready = state == "ready"
             return Json({"status": state}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
         if path == "/metrics":
             self.metrics.streams.set(len(self._relays))
-            self.metrics.replicas.set(len(self.members.known))
+            self.metrics.replicas.set(len(self.members.live))
             return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE})
         if path.startswith(_CHOOSE + "/"):
             return await self._choose(http, path.removeprefix(_CHOOSE))
@@ -183,20 +181,20 @@ class Switch:
     async def _choose(self, http: HttpRequest, path: str) -> Response:
         """Tells another proxy where a request is to go, and reserves its place there."""
         self._check_open()
-        chosen = self._chosen[self._client(http).tenant.name]
-        way = await self._way(http, path)
-        place = way.guide.choose(frozenset())
-        passed = {name.decode(): value.decode() for name, value in place.headers}
-        if passed:
-            chosen.append(place.leave)
-        if len(chosen) > MOST_CHOSEN:
-            chosen.popleft()()
-        told = {"replica": place.replica, "address": str(place.address)}
-        named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
-        named |= {"x-penstock-authority": place.address.authority, "x-accel-redirect": _NGINX_LOCATION}
-        if way.once:
-            named["x-penstock-once"] = "1"
-        return Json({**told, "headers": passed}, headers={**named, **passed})
+        releases = self._releases[self._client(http).tenant.name]
+        route = await self._route(http, path)
+        target = route.choose(frozenset())
+        added = {name.decode(): value.decode() for name, value in target.headers}
+        if added:
+            releases.append(target.release)
+        if len(releases) > MOST_CHOSEN:
+            releases.popleft()()
+        answer = {"replica": target.replica, "address": str(target.address)}
+        headers = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in answer.items()}
+        headers |= {"x-penstock-authority": target.address.authority, "x-accel-redirect": _NGINX_LOCATION}
+        if route.once:
+            headers["x-penstock-once"] = "1"
+        return Json({**answer, "headers": added}, headers={**headers, **added})
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()
@@ -208,14 +206,9 @@ class Switch:
         parts = _parts(http, read) if operation.is_form else None
         if parts is None:
             read.set()
-        way = await self._way(http, path)
-        relay = Relay(
-            _message(http, parts or (b"" if is_open else await http.body()), way),
-            way.guide,
-            connection,
-            self.metrics,
-            way.position,
-        )
+        route = await self._route(http, path)
+        request = _forwarded(http, parts or (b"" if is_open else await http.body()), route)
+        relay = Relay(request, route, connection, self.metrics, route.position)
         forget_body(http)
 
         async def watch() -> None:
@@ -232,47 +225,56 @@ class Switch:
 
     def _client(self, http: HttpRequest) -> Client:
         client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
-        if (asked := CORRELATION.get()) is not None:
-            asked.tenant = client.tenant.name
+        if (request := CORRELATION.get()) is not None:
+            request.tenant = client.tenant.name
         return client
 
-    async def _way(self, http: HttpRequest, path: str) -> _Way:
+    async def _route(self, http: HttpRequest, path: str) -> _Route:
         """Raises 404 for what a replica says to its switches alone, 403 for a lane that the client may not use."""
         operation, id = _operation(http.method, path)
         passing = operation.passing
         if Passing.OWN in passing:
             raise not_found(f"Unknown request URL: {path}.")
         if Passing.BY_PROMPT in passing:
-            return await self._way_by_prompt(http, path, operation)
+            return await self._route_by_prompt(http, path, operation)
         position = None
         if Passing.BY_ID | Passing.RECORDED in passing:
             position = Position(path.removesuffix(f"/{id}"), id, position_asked(http))
-        guide = _Guide(self, id=id if Passing.BY_ID in passing else "")
-        return _Way(guide, position, Passing.ONCE in passing)
+        return _Route(
+            switch=self,
+            id=id if Passing.BY_ID in passing else "",
+            position=position,
+            once=Passing.ONCE in passing,
+        )
 
-    async def _way_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Way:
+    async def _route_by_prompt(self, http: HttpRequest, path: str, operation: Operation) -> _Route:
         began_s = perf_counter()
-        client, body = self._client(http), await http.body()
+        client, raw = self._client(http), await http.body()
         try:
-            asked = await off_loop(len(body), parse_object, body, self.options.limits)
+            body = await off_loop(len(raw), parse_object, raw, self.options.limits)
         except ApiError:  # the replica will say so
-            asked = {}
+            body = {}
         assert operation.body is not None
-        ask = await self._queries.read(
-            operation.body, asked, len(body), client.tenant, slo_of(http.headers), self.router.policies
+        query = await self._queries.read(
+            operation.body, body, len(raw), client.tenant, slo_of(http.headers), self.router.policies
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
         has_key = "idempotency-key" in http.headers
-        streams = asked.get("stream", path.startswith(OLLAMA_PATH)) is True
-        is_resumable = has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(asked)
-        is_recorded = streams and is_resumable
-        is_recorded = is_recorded and Passing.RECORDED in operation.passing
+        is_recorded = (
+            Passing.RECORDED in operation.passing
+            and body.get("stream", path.startswith(OLLAMA_PATH)) is True
+            and (has_key or http.headers.get(RESUMABLE_HEADER) == "true" or _outlives(body))
+        )
         # It would be in the conversation, or kept, twice: what a dead replica began another one takes over.
-        stays = asked.get("conversation") is not None or asked.get("background") is True
-        stays = stays or (operation.body is ChatBody and asked.get("store") is True)
-        once = stays and not has_key
-        guide = _Guide(self, ask, owner_tag(asked))
-        return _Way(guide, position=Position(path) if is_recorded else None, once=once)
+        stays = body.get("conversation") is not None or body.get("background") is True
+        stays = stays or (operation.body is ChatBody and body.get("store") is True)
+        return _Route(
+            switch=self,
+            query=query,
+            owner=owner_tag(body),
+            position=Position(path) if is_recorded else None,
+            once=stays and not has_key,
+        )
 
     @contextlib.contextmanager
     def _on_its_way(self, relay: Relay) -> Iterator[None]:
@@ -292,84 +294,74 @@ class Switch:
         return members[self._num_any % len(members)]
 
 
-class _Guide:
-    """A `cluster.relay.Guide` for one request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """The route of one request; a `cluster.relay.Picker`."""
 
-    def __init__(
-        self, switch: Switch, ask: RouteQuery | None = None, owner: str | None = None, *, id: str = ""
-    ) -> None:
-        """
-        Args:
-            ask: the request to the model; None for what any replica can answer as well as any other.
-            owner: the tag of a replica that is to be asked first.
-            id: what only one replica has.
-        """
-        self._switch = switch
-        self._ask = ask
-        self._owner = owner
-        self.id = id
+    switch: Switch
+    query: RouteQuery | None = None
+    """The request to the model; None for what any replica can answer as well as any other."""
+    owner: str | None = None
+    """The tag of a replica that is to be asked first."""
+    id: str = ""
+    """The id of what only one replica has."""
+    position: Position | None = None
+    """The client's position in a stream that is recorded."""
+    once: bool = False
+    """The request makes something that stays; see `ForwardedRequest`."""
 
-    def choose(self, excluded: frozenset[str]) -> Place:
-        if self._ask is not None:
-            return self._by_forecast(self._ask, excluded)
-        for place in self.owners(self.id) if self.id else ():
-            if place.replica not in excluded:
-                return place
+    def choose(self, excluded: frozenset[str]) -> Target:
+        if self.query is not None:
+            return self._by_forecast(self.query, excluded)
+        for target in self.owners(self.id) if self.id else ():
+            if target.replica not in excluded:
+                return target
         return self._any(excluded)
 
     def has_others(self, excluded: frozenset[str]) -> bool:
         return any(self.id or not member.is_draining for member in self._beside(excluded))
 
     def is_lost(self, replica: str) -> bool:
-        return replica not in self._switch.members.known
+        return replica not in self.switch.members.live
 
-    def owners(self, id: str) -> Iterator[Place]:
+    def owners(self, id: str) -> Iterator[Target]:
         tag = tag_in(id)
-        known = self._switch.members.known.values()
-        return map(_place, sorted(known, key=lambda member: member.tag != tag))
+        live = self.switch.members.live.values()
+        return map(_target, sorted(live, key=lambda member: member.tag != tag))
 
-    def _any(self, excluded: frozenset[str]) -> Place:
+    def _any(self, excluded: frozenset[str]) -> Target:
         beside = self._beside(excluded)
         if not beside:
             raise none_ready()
-        return _place(self._switch.next_of([one for one in beside if not one.is_draining] or beside))
+        return _target(self.switch.next_of([one for one in beside if not one.is_draining] or beside))
 
-    def _by_forecast(self, ask: RouteQuery, excluded: frozenset[str]) -> Place:
-        router, known = self._switch.router, self._switch.members.known
-        now = self._switch.clock()
-        owner = next((name for name, member in known.items() if member.tag == self._owner), None)
-        found: Any = None
+    def _by_forecast(self, query: RouteQuery, excluded: frozenset[str]) -> Target:
+        router, live = self.switch.router, self.switch.members.live
+        now = self.switch.clock()
+        owner = next((name for name, member in live.items() if member.tag == self.owner), None)
+        choice: Any = None
         if owner is not None and owner not in excluded:
-            found = router.choose(ask, now, known.keys() - {owner})
-        if found is None or isinstance(found, Refusal):
-            found = router.choose(ask, now, excluded)
-        if isinstance(found, Refusal):
-            raise self._refused(found)
-        self._switch.metrics.prompt_tokens.inc(ask.num_prompt)
-        self._switch.metrics.cached_tokens.inc(found.num_cached)
-        ticket = ticket_of(self._switch.options.secret, self._switch.name, found.ticket).encode()
-        leave = partial(router.note_done, found.ticket)
-        return Place(found.replica, known[found.replica].address, [(TICKET_HEADER.encode(), ticket)], leave)
+            choice = router.choose(query, now, live.keys() - {owner})
+        if choice is None or isinstance(choice, Refusal):
+            choice = router.choose(query, now, excluded)
+        if isinstance(choice, Refusal):
+            raise self._refused(choice)
+        self.switch.metrics.prompt_tokens.inc(query.num_prompt)
+        self.switch.metrics.cached_tokens.inc(choice.num_cached)
+        ticket = ticket_of(self.switch.options.secret, self.switch.name, choice.ticket).encode()
+        release = partial(router.note_done, choice.ticket)
+        return Target(
+            choice.replica, live[choice.replica].address, [(TICKET_HEADER.encode(), ticket)], release
+        )
 
     def _refused(self, why: Refusal) -> ApiError:
-        self._switch.metrics.refused(why.reason).inc()
+        self.switch.metrics.refused(why.reason).inc()
         if why.reason == "no_replica":
             return none_ready()
         return refused(str(why), why.reason, why.retry_after_s, tenant_limit=why.tenant_limit)
 
     def _beside(self, excluded: frozenset[str]) -> list[Member]:
-        return [member for name, member in self._switch.members.known.items() if name not in excluded]
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """The way in which one request is passed on."""
-
-    guide: _Guide
-    position: Position | None = None
-    """The client's position in a stream that is recorded."""
-    once: bool = False
-    """The request makes something that stays; see `Message`."""
+        return [member for name, member in self.switch.members.live.items() if name not in excluded]
 
 
 def _operation(method: str, path: str) -> tuple[Operation, str]:
@@ -378,13 +370,13 @@ def _operation(method: str, path: str) -> tuple[Operation, str]:
     if path in OPERATIONS:
         return OPERATIONS[path].get(method, _UNKNOWN), ""
     for pattern, operations in _WITH_PARAMETERS:
-        if found := pattern.match(path):
-            return operations.get(method, _UNKNOWN), found[1]
+        if match := pattern.match(path):
+            return operations.get(method, _UNKNOWN), match[1]
     return _UNKNOWN, ""
 
 
-def _place(member: Member) -> Place:
-    return Place(member.name, member.address)
+def _target(member: Member) -> Target:
+    return Target(member.name, member.address)
 
 
 async def _parts(http: HttpRequest, read: asyncio.Event) -> AsyncIterator[bytes]:
@@ -396,24 +388,20 @@ async def _parts(http: HttpRequest, read: asyncio.Event) -> AsyncIterator[bytes]
     read.set()
 
 
-def _message(http: HttpRequest, body: bytes | AsyncIterator[bytes], way: _Way) -> Message:
+def _forwarded(http: HttpRequest, body: bytes | AsyncIterator[bytes], route: _Route) -> ForwardedRequest:
     target = http.scope["raw_path"]
     if query := http.scope["query_string"]:
         target += b"?" + query
-    asked = CORRELATION.get()
-    headers = [
-        *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
-        (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
-    ]
-    if asked is not None and asked.address:
-        headers.append((_FORWARDED_FOR, asked.address.encode()))
-    reached = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
-    headers += [
-        (name.encode(), value.encode("latin-1"))
-        for name, value in reached.items()
-        if name not in http.headers
-    ]
-    return Message(http.method, http.scope["path"], target, headers, body, way.once, way.guide.id)
+    request = CORRELATION.get()
+    assert request is not None
+    added = {"x-request-id": request.request_id}
+    if request.address:
+        added[_FORWARDED_FOR] = request.address
+    origin = {FORWARDED_HOST: http.headers.get("host", ""), FORWARDED_PROTO: http.url.scheme}
+    added |= {name: value for name, value in origin.items() if name not in http.headers}
+    headers = [header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON]
+    headers += [(name.encode(), value.encode("latin-1")) for name, value in added.items()]
+    return ForwardedRequest(http.method, http.scope["path"], target, headers, body, route.once, route.id)
 
 
 def _outlives(body: Mapping[str, Any]) -> bool:

@@ -39,7 +39,7 @@ class Address:
         return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
-class Listener(Protocol):
+class ReplyListener(Protocol):
     """The receiver of a reply."""
 
     def on_head(self, status: int, headers: Headers) -> None: ...
@@ -53,14 +53,14 @@ class Listener(Protocol):
 class Upstream(asyncio.Protocol):
     """The connection to a replica, from the request to the end of its reply."""
 
-    def __init__(self, listener: Listener, *, is_head: bool = False) -> None:
+    def __init__(self, listener: ReplyListener, *, is_head: bool = False) -> None:
         """With `is_head` the reply has no body, whatever its headers say."""
         self._clock = asyncio.get_running_loop().time
         self.heard_s = self._clock()
         """The time at which something came last."""
         self._listener = listener
         self._is_head = is_head
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self.on_body = self._body.append
@@ -74,26 +74,24 @@ class Upstream(asyncio.Protocol):
         """Closes the connection; the listener is told nothing more."""
         self._is_over = True
         self._writable.set()
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def pause(self) -> None:
-        if self._transport is not None and not self._is_over:
+        if not self._is_over:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._is_over:
+        if not self._is_over:
             self._transport.resume_reading()
 
     async def upload(self, parts: AsyncIterator[bytes]) -> None:
         """Sends the body of a request in chunks, as fast as the replica takes it, unless the reply is there before."""
         async for part in parts:
-            if self._is_over or self._transport is None:
+            if self._is_over:
                 return
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
             await self._writable.wait()
-        if self._transport is not None:
-            self._transport.write(b"0\r\n\r\n")
+        self._transport.write(b"0\r\n\r\n")
 
     # As an asyncio.Protocol
 
@@ -157,7 +155,9 @@ def tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-async def connect(address: Address, request: bytes, listener: Listener, *, is_head: bool = False) -> Upstream:
+async def connect(
+    address: Address, request: bytes, listener: ReplyListener, *, is_head: bool = False
+) -> Upstream:
     """Opens a connection and sends a request.
 
     Raises:

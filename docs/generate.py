@@ -316,7 +316,7 @@ Prometheus scrapes `/metrics`. The samples of a counter have the suffix `_total`
 included ([platforms](../guide/platforms.md#metrics))."""
     for title, metrics in (
         ("A server's", penstock.gateway.metrics.Metrics()),
-        ("A switch's", penstock.cluster.metrics.Metrics()),
+        ("A switch's", penstock.cluster.metrics.SwitchMetrics()),
     ):
         yield f"## {title}"
         rows = [

@@ -286,7 +286,7 @@ class Engine:
         plan.is_beside = goes_beside(plan, scheduler, self._facts)
         is_at_rest = not plan.chunks and not self._flights
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
-            self._land_but(scheduler, 0)  # or else their tokens would wait for this step, too
+            self._land_but(scheduler, 0, plan)  # or else their tokens would wait for this step, too
             if scheduler.withdraw_ended(plan):
                 self._report(scheduler, Plan(), started)  # or else its memory would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
@@ -316,15 +316,22 @@ class Engine:
         constrained = [c for c in plan.chunks if c.samples and c.sequence.request.sampling.is_guided]
         if constrained and self._grammars is not None:
             if any(chunk.sequence.num_pending > 1 for chunk in constrained):
-                self._land_but(scheduler, 0)
+                self._land_but(scheduler, 0, is_launching=True)
             plan.masks = self._grammars.masks(plan)
 
-    def _land_but(self, scheduler: Scheduler, num_left: int) -> None:
-        """Waits for the steps in flight, but for the last so many of them."""
-        while len(self._flights) > num_left:
-            self._land(scheduler)
+    def _land_but(
+        self, scheduler: Scheduler, num_left: int, planned: Plan | None = None, *, is_launching: bool = False
+    ) -> None:
+        """Waits for the steps in flight, but for the last so many of them.
 
-    def _land(self, scheduler: Scheduler) -> None:
+        Args:
+            planned: the step that is to be launched next, if it is planned already.
+            is_launching: whether another step is being launched.
+        """
+        while len(self._flights) > num_left:
+            self._land(scheduler, planned, is_launching=is_launching)
+
+    def _land(self, scheduler: Scheduler, planned: Plan | None, *, is_launching: bool) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
         flight = self._flights.popleft()
         plan, error = flight.plan, None
@@ -333,6 +340,11 @@ class Engine:
         except DeviceError:
             raise
         except Exception as fault:
+            if isinstance(fault, OutOfMemory) and plan.num_tokens > 1 and not is_launching:
+                log.warning("a step of %d tokens found no room while it ran: %s", plan.num_tokens, fault)
+                self._give_up(scheduler, plan, planned)
+                self._report(scheduler, Plan(), self._clock())
+                return
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
             said = _NO_ROOM if isinstance(fault, OutOfMemory) else "the step failed"
             self._undelivered += scheduler.fail_step(plan, said, self._clock())
@@ -342,6 +354,21 @@ class Engine:
             self._undelivered += scheduler.commit(plan, result, self._clock())
         self._forget_departed(scheduler)
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
+
+    def _give_up(self, scheduler: Scheduler, plan: Plan, planned: Plan | None) -> None:
+        """Has smaller steps compute what a step lacked memory for, and what was to follow the tokens of it."""
+        plans = [plan]
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                flight.wait()
+            except DeviceError:
+                raise
+            except Exception as fault:
+                log.warning("nor did the step after it end well: %s", fault)
+            plans.append(flight.plan)
+        scheduler.give_up(plans if planned is None else [*plans, planned])
+        self._forget_departed(scheduler)
 
     def _forget_departed(self, scheduler: Scheduler) -> None:
         departed = scheduler.take_departed()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp
 from penstock.gateway.access import quotas
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.endpoints.answering import Answering
-from penstock.gateway.endpoints.batches import BatchesApi
+from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
 from penstock.gateway.endpoints.completions import CompletionsApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.embeddings import DecisionsApi, EmbeddingsApi
@@ -28,7 +27,6 @@ from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Handler, Intake
 from penstock.gateway.endpoints.llama import LlamaApi
 from penstock.gateway.endpoints.lookups import counted
-from penstock.gateway.endpoints.message_batches import MessageBatchesApi
 from penstock.gateway.endpoints.messages import MessagesApi
 from penstock.gateway.endpoints.models import ModelsApi, TokensApi
 from penstock.gateway.endpoints.ollama import OllamaApi
@@ -40,9 +38,8 @@ from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.endpoints.stored_chats import StoredChatsApi
 from penstock.gateway.endpoints.usage import UsageApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
-from penstock.gateway.http.connections import ServerSendMiddleware
-from penstock.gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
-from penstock.gateway.http.limits import LimitsMiddleware
+from penstock.gateway.http.correlation import IGNORED_HEADER
+from penstock.gateway.http.entrance import Entrance
 from penstock.gateway.http.page import Page
 from penstock.gateway.http.refusals import (
     answer_api_error,
@@ -121,14 +118,6 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     openapi = OpenApi(routes, options.limits, with_keys=bool(options.clients))
     app = Starlette(
         routes=openapi.routes,
-        middleware=[
-            Middleware(
-                LimitsMiddleware,
-                limits=options.limits,
-                hosts=options.allowed_hosts,
-                uploads=frozenset({"/v1/files"}),
-            ),
-        ],
         exception_handlers={
             ApiError: partial(answer_api_error, overload_status=options.overload_status),
             HTTPException: answer_http_error,
@@ -138,8 +127,9 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service, batches),
     )
     app.router.redirect_slashes = False
-    named = RequestIdMiddleware(app, service.tenants.note_refused)
-    return ServerSendMiddleware(_with_origins(named, options.cors_origins))
+    uploads = frozenset({"/v1/files"})
+    entered = Entrance(app, options.limits, options.allowed_hosts, uploads, service.tenants.note_refused)
+    return _with_origins(entered, options.cors_origins)
 
 
 def create_metrics_app(service: Service) -> ASGIApp:

@@ -31,7 +31,7 @@ class Limits:
     """The arrays and objects of a body: each takes far more memory than its two brackets did."""
     max_json_strings: int = 65_536
     """The strings of a body, names of members included."""
-    max_json_values: int = 524_288
+    max_json_values: int = 262_144
     """The values of a body, by the commas between them: numbers cost time long before they fill a body."""
     max_json_members: int = 2048
     """The members of one object."""

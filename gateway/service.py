@@ -30,9 +30,8 @@ from penstock.gateway.limits import Limits
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.promises import shown
 from penstock.gateway.sessions.owners import tag_of
-from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
+from penstock.gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter, Warming, WarmUp
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
-from penstock.gateway.sessions.prefixes.warming import Warming, WarmUp
 from penstock.gateway.sessions.recordings.journal import Replayer
 from penstock.gateway.sessions.recordings.kinds import writers_of
 from penstock.gateway.sessions.recordings.registry import Recordings

@@ -150,7 +150,7 @@ async def _switch(pipe: Pipe, upstream: Address) -> None:
     with bind("127.0.0.1", 0) as listener:
         server = Server(uvicorn_config(switch.app(), lifespan="off"))
         async with switch.running([upstream]):
-            while not switch.members.known:
+            while not switch.members.live:
                 await asyncio.sleep(0.01)
             settle_garbage()
             pipe.send(port_of(listener))

@@ -94,7 +94,7 @@ async def behind(switch: Switch, urls: Sequence[str], load: Load) -> str:
         async with switch.running([parse_address(each) for each in urls]):
             task = asyncio.create_task(server.serve(sockets=[listener]))
             async with asyncio.timeout(_WARM_S):
-                while len(switch.members.known) < len(urls):
+                while len(switch.members.live) < len(urls):
                     await asyncio.sleep(0.05)
             try:
                 return await run(f"http://127.0.0.1:{port_of(listener)}", load)

@@ -28,9 +28,12 @@ class Bounds:
         if not line.num_requests:
             return  # one that is larger than the bounds may wait alone
         own = int(ticket.size.work(ATTENDED_EACH))
+        num_own = int(account.work(ATTENDED_EACH)) + own
+        # Most are within the least part that a tenant may fill.
         if (
             account.tickets
-            and int(account.work(ATTENDED_EACH)) + own > self._part(account) * policy.max_tokens
+            and num_own > policy.tenant_share * policy.max_tokens
+            and num_own > self._part(account) * policy.max_tokens
         ):
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
         is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
@@ -40,7 +43,8 @@ class Bounds:
     def check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
         """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
         most = line.policy.max_requests
-        if account is not None and account.tickets:
+        least = line.policy.tenant_share * most
+        if account is not None and account.tickets and account.num_choices + n > least:
             most_own = max(1, int(self._part(account) * most))
             if account.num_choices + n > most_own < most:
                 raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)
@@ -63,8 +67,7 @@ class Bounds:
 
     def _part(self, account: Account) -> float:
         """Returns the part of its lane that a tenant may fill: all of it while no other tenant is seen in any lane."""
-        is_alone = all(
-            not line.accounts or (len(line.accounts) == 1 and account.tenant in line.accounts)
-            for line in self._lanes.values()
-        )
-        return 1.0 if is_alone else account.lane.policy.tenant_share
+        for line in self._lanes.values():
+            if len(line.accounts) > (account.tenant in line.accounts):
+                return account.lane.policy.tenant_share
+        return 1.0

@@ -313,10 +313,12 @@ class LaneQueue:
         self._now_us = max(self._now_us, microseconds(now))
         account = line.account(request.tenant, self._weights.get(request.tenant, 1))
         self._num_let_in += 1
-        work = Size.of(request.num_prompt_tokens, num_cached).work(self.admission.model.attended_each)
+        num_seats = 1 if request.beams is None else request.n
+        size = Size.of(request.num_prompt_tokens, num_cached, num_in_use, num_seats)
+        work = size.work(self.admission.model.attended_each)
         due_s = request.ttft_s or self.admission.planner.due_s(line.lane, work)
         deadline_us = microseconds(request.arrival_s + due_s)
-        return line, Ticket(request, account, num_cached, num_in_use, deadline_us, self._num_let_in)
+        return line, Ticket(request, account, num_cached, size, deadline_us, self._num_let_in)
 
     def _promise(
         self, line: LaneLine, ticket: Ticket, now: float, num_promised: int | None
@@ -364,8 +366,9 @@ class LaneQueue:
             line.share.clock = max(line.share.clock, self._lane_floor(line))
         line.entered_s = now
         account.num_open += 1
-        for sender in (account, line):
-            sender.arrivals.add(ticket.size.work(self.admission.model.attended_each), now)
+        work = ticket.size.work(self.admission.model.attended_each)
+        account.arrivals.add(work, now)
+        line.arrivals.add(work, now)
         line.add(ticket)
         self._tickets[ticket.request.request_id] = ticket
 

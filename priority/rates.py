@@ -29,6 +29,8 @@ class Rate:
         return short + (long - short) * min(1.0, ahead_s / _LONG_S)
 
     def _faded(self, now: float) -> tuple[float, float]:
-        ago_s = max(0.0, now - self._at_s)
+        ago_s = now - self._at_s
+        if ago_s <= 0:
+            return self._amounts
         short, long = self._amounts
         return short * exp2(-ago_s / HALF_LIFE_S), long * exp2(-ago_s / _LONG_S)

@@ -96,19 +96,18 @@ class Ticket:
         request: Request,
         account: Account,
         num_cached: int,
-        num_in_use: int,
+        size: Size,
         deadline_us: int,
         order: int,
     ) -> None:
-        num_prompt = request.num_prompt_tokens
         self.request = request
         self.account = account
         self.arrival_us = microseconds(request.arrival_s)
         self.deadline_us = deadline_us
         self.num_cached = num_cached
         """Prompt tokens that were in the prefix cache when it was let in."""
-        self.num_prompt = num_prompt
-        self.size = Size.of(num_prompt, num_cached, num_in_use, request.n if request.beams is not None else 1)
+        self.num_prompt = num_prompt = request.num_prompt_tokens
+        self.size = size
         self.num_places = 1 if request.branches else request.n
         """The number of answers with streams of their own; branches have no output."""
         most, sampling = 0 if request.branches else self.num_places, request.sampling

@@ -16,23 +16,25 @@ from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask
-from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
+from penstock.gateway.wire.ask import Ask, chat_ask, completion_ask
 from penstock.gateway.wire.conversation import as_dict
 from penstock.gateway.wire.embeddings import EmbeddingsBody
 from penstock.gateway.wire.enforced import enforced_form
 from penstock.gateway.wire.lanes import urgency_of
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.sampling import (
+    NEUTRAL,
     NO_TOKENS,
     MaxTokens,
-    Room,
+    beam_tokens,
+    beams_of,
+    check_beams,
+    output_tokens,
     sampling_params,
 )
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
 from penstock.gateway.wire.strict import read
 from penstock.gateway.wire.structured import Form
-from penstock.gateway.wire.translation import chat_ask, completion_ask
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -176,7 +178,7 @@ class Requests:
     def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
         """The most output tokens after a prompt; `name` is what it is called."""
         check_token_ids(token_ids, self._vocab_size, name)
-        return Room(self._core.engine.max_sequence_tokens, len(token_ids)).output_tokens(asked, name)
+        return output_tokens(asked, self._core.engine.max_sequence_tokens, len(token_ids), name)
 
     def _grammar(self, form: Form | None) -> CompiledGrammar | None:
         if form is None:

@@ -13,10 +13,12 @@ from itertools import islice
 
 import torch
 
+from penstock.engine.execution.expert_counts import ExpertCounts
 from penstock.engine.execution.faults import told
 from penstock.engine.execution.landing import NOT_FINITE, num_right
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
+from penstock.engine.execution.state_slots import state_words
 from penstock.engine.kernels.cpu.native import (
     NativeChoose,
     NativeDecoder,
@@ -34,20 +36,27 @@ _CPU = torch.device("cpu")
 class PlainSteps:
     """The plain steps of a model that native kernels run as a whole."""
 
-    def __init__(self, sampler: Sampler, native: NativeSteps, seats: Seats) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        native: NativeSteps,
+        seats: Seats,
+        counts: ExpertCounts | None,
+        *,
+        has_states: bool,
+    ) -> None:
         self._sampler, self._native, self._seats = sampler, native, seats
+        self._counts, self._has_states = counts, has_states
 
     @classmethod
     def of(cls, model: LoadedModel, seats: Seats) -> PlainSteps | None:
         """None if something of a step needs the host."""
         team, decoder, lm_head = model.kernels.team, model.decoder, model.lm_head
-        if team is None or model.states is not None or model.expert_counts is not None:
-            return None
-        if not isinstance(decoder, NativeDecoder) or not isinstance(lm_head, PackedLinear):
+        if team is None or not isinstance(decoder, NativeDecoder) or not isinstance(lm_head, PackedLinear):
             return None
         tables = model.sampler.tables
         native = NativeSteps(team, decoder, lm_head, NativeChoose(team), model.table, tables)
-        return cls(model.sampler, native, seats)
+        return cls(model.sampler, native, seats, model.expert_counts, has_states=model.states is not None)
 
     def launch(self, plan: Plan) -> PlainStepInFlight | None:
         """Launches a plain step, or runs it if the host is not to go on meanwhile.
@@ -63,13 +72,15 @@ class PlainSteps:
                 self.drain()
                 return None
             step = self._seats.table_step(plan, seats)
+            if self._has_states:
+                step.state_slots, step.state_saves = state_words(plan.chunks)
             drafts = [chunk.drafts for chunk in plan.chunks] if plan.num_drafts else []
             launched = (self._native.launch if plan.is_beside else self._native.run)(step, filters)
             self._seats.note_launched(plan, seats)
             if drafts:
                 pairs = zip(seats, drafts, strict=True)
                 self._seats.note_verified(seat for seat, its_drafts in pairs if its_drafts)
-            return PlainStepInFlight(plan, launched, drafts, self._seats)
+            return PlainStepInFlight(plan, launched, drafts, self._seats, self._counts)
 
     def drain(self) -> None:
         """Waits until no step is in flight, so that the host may change the inputs of steps."""
@@ -80,13 +91,19 @@ class PlainStepInFlight:
     """A plain step that was launched; see `planning.step.StepInFlight`."""
 
     def __init__(
-        self, plan: Plan, launched: NativeStep | list[int], drafts: ListLike[ListLike[int]], seats: Seats
+        self,
+        plan: Plan,
+        launched: NativeStep | list[int],
+        drafts: ListLike[ListLike[int]],
+        seats: Seats,
+        counts: ExpertCounts | None,
     ) -> None:
         """
         Args:
             drafts: by chunk; empty if none has any.
         """
         self._plan, self._launched, self._drafts, self._seats = plan, launched, drafts, seats
+        self._counts = counts
 
     def choose(self) -> None:
         """Its tokens are chosen where it runs."""
@@ -96,13 +113,14 @@ class PlainStepInFlight:
         if isinstance(launched, NativeStep):
             with told(self._plan, self._seats, _CPU):
                 launched = launched.wait()
+        experts = None if self._counts is None else self._counts.take()
         if not self._drafts:
-            return StepResult([_sampled([one]) for one in launched])
+            return StepResult([_sampled([one]) for one in launched], experts=experts)
         rows, sampled = iter(launched), list[Sampled]()
         for drafts in self._drafts:
             tokens = list(islice(rows, 1 + len(drafts)))
             sampled.append(_sampled(tokens[: num_right(tokens, drafts)]))
-        return StepResult(sampled)
+        return StepResult(sampled, experts=experts)
 
 
 def _is_whole(plan: Plan) -> bool:

@@ -22,7 +22,9 @@ _NO_SAVE = (-1, 0, 0, 0)
 def tell_slots(batch: Batch, chunks: Iterable[Chunk]) -> None:
     """Sets `state_slots` and `state_saves` of a batch of these chunks."""
     device = batch.token_ids.device
-    batch.state_slots, batch.state_saves = (sent.view(-1, 4) for sent in send_apart(_words(chunks), device))
+    batch.state_slots, batch.state_saves = (
+        sent.view(-1, 4) for sent in send_apart(state_words(chunks), device)
+    )
 
 
 class StateBuffers:
@@ -49,7 +51,7 @@ class StateBuffers:
 
     def show(self, chunks: Iterable[Chunk]) -> None:
         """Copies a step's slots and saves to where graphs read them; a decode like the last finds them there."""
-        words = _words(chunks)
+        words = state_words(chunks)
         if words == self._shown:
             return
         slots, saves = words
@@ -61,7 +63,7 @@ class StateBuffers:
         self._shown = words
 
 
-def _words(chunks: Iterable[Chunk]) -> list[list[int]]:
+def state_words(chunks: Iterable[Chunk]) -> list[list[int]]:
     """The rows of `Batch.state_slots` and of `Batch.state_saves`. Drafts are the rows that are not certain; a chunk
     without a state begins at its first token."""
     slots, saves = list[int](), list[int]()

@@ -74,6 +74,10 @@ class TableStep:
     places: list[int] = field(default_factory=list)
     """Words of the table that get new values before the step."""
     values: list[int] = field(default_factory=list)
+    state_slots: Sequence[int] = ()
+    """The rows of `Batch.state_slots`, one after another; empty where no layer has a state."""
+    state_saves: Sequence[int] = ()
+    """The rows of `Batch.state_saves`, likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def withdraw(plan: Plan, sequence: Sequence) -> int:
     num_tokens = 0
     for chunk in [c for c in plan.chunks if c.sequence is sequence]:
         plan.chunks.remove(chunk)
-        sequence.num_computed = chunk.start
+        if not chunk.is_stale:
+            sequence.num_computed = chunk.start
         sequence.num_pending -= chunk.samples
         num_tokens += chunk.num_tokens
     plan.num_tokens -= num_tokens

@@ -154,6 +154,8 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         """The tokens that are given, those of branches included."""
+        if not self.branches:
+            return len(self.prompt_token_ids)
         return len(self.prompt_token_ids) + sum(len(branch.token_ids) for branch in self.branches)
 
     def token_ids_of(self, index: int) -> list[int]:

@@ -14,6 +14,7 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as ListLike
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
@@ -142,6 +143,29 @@ class Scheduler(StepResults):
         if not plan.chunks:
             self._preempt_torn(plan)
         return True
+
+    def give_up(self, plans: ListLike[Plan]) -> None:
+        """Ends steps without a result, the first for want of memory and the others because they followed it.
+
+        Their sequences give way, and steps to come are half as large, until many of them have come back.
+
+        Args:
+            plans: all steps in flight, in the order in which they were made; the first has several tokens.
+        """
+        self._step_limit.shrink(plans[0].num_tokens // 2)
+        sequences = {chunk.sequence: None for plan in plans for chunk in plan.chunks}
+        for plan in reversed(plans):
+            for chunk in plan.chunks[:]:
+                if chunk.sequence not in self.running or chunk.is_stale:
+                    withdraw(plan, chunk.sequence)
+            self.memory.take_back(plan)
+            for chunk in plan.chunks[:]:
+                withdraw(plan, chunk.sequence)
+        for plan in plans:
+            self.memory.end_step(plan.number, has_failed=True)
+        for sequence in sequences:
+            if sequence in self.running:
+                self.preempt(sequence)
 
     def withdraw_ended(self, plan: Plan) -> bool:
         """Takes the sequences out of a plan that have ended since it was made.

@@ -53,6 +53,11 @@ class Chunk:
     """The slots of its sequence's states; None where the model has none."""
 
     @property
+    def is_stale(self) -> bool:
+        """Whether its sequence gave way since: the blocks that it writes are no longer the sequence's."""
+        return self.incarnation != self.sequence.num_preemptions
+
+    @property
     def is_open(self) -> bool:
         """Whether the draft model is yet to make its drafts."""
         return OPEN in self.drafts[:1]

@@ -107,9 +107,7 @@ class StepResults(SequenceStore):
                 continue
             if brought is not None and not brought.is_finite:
                 memory.distrust(sequence)
-            elif (
-                chunk.incarnation == sequence.num_preemptions
-            ):  # else the blocks written are no longer its own
+            elif not chunk.is_stale:
                 confirm(sequence, start + num_tokens - len(chunk.drafts))
             num_prompt = num_output = 0
             if start < sequence.num_prompt_tokens:
@@ -225,7 +223,7 @@ class StepResults(SequenceStore):
     def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
         sequence = chunk.sequence
-        if chunk.incarnation == sequence.num_preemptions:
+        if not chunk.is_stale:
             sequence.num_computed = chunk.start + num_brought
             self.memory.commit(sequence, sequence.num_computed)
         chunk.num_accepted = num_brought - 1

@@ -17,6 +17,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.planning import tekken
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_COUNTED_AT_ONCE = 64 * 1024
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -114,12 +115,13 @@ class Tokenizer:
             add_special: adds what the tokenizer puts around a text of its own accord (a leading BOS, say).
         """
         if parse_special:
-            return list(_encode(self._parsing, text, add_special).ids)
+            return _encode(self._parsing, text, add_special).ids
         encoding = _encode(self._plain, text, add_special)
-        if _count(encoding.ids, self._control_ids) == self._num_around[add_special]:
-            return list(encoding.ids)
+        ids: list[int] = encoding.ids  # each access makes a new list
+        if _count(ids, self._control_ids) == self._num_around[add_special]:
+            return ids
         mask = encoding.special_tokens_mask
-        around = [token_id for token_id, is_added in zip(encoding.ids, mask, strict=True) if is_added]
+        around = [token_id for token_id, is_added in zip(ids, mask, strict=True) if is_added]
         num_before = mask.index(0)
         return [*around[:num_before], *self.spell_out(text), *around[num_before:]]
 
@@ -270,7 +272,9 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> to
 
 
 def _count(token_ids: Sequence[int], kind: frozenset[int]) -> int:
-    return sum(map(kind.__contains__, token_ids))
+    # In pieces, for one call would hold the interpreter until it is over.
+    starts = range(0, len(token_ids), _COUNTED_AT_ONCE)
+    return sum(sum(map(kind.__contains__, token_ids[i : i + _COUNTED_AT_ONCE])) for i in starts)
 
 
 def _unknown_id(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:

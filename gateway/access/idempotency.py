@@ -82,40 +82,40 @@ class Idempotency:
         """
         if key is None:
             return await make()
-        place = Key(_CLAIMS.kind, tenant, sha256(key.encode()).hexdigest())
+        claim_key = Key(_CLAIMS.kind, tenant, sha256(key.encode()).hexdigest())
         digest = sha256(f"{type(body).__name__} ".encode() + to_json(body)).hexdigest()
-        while (begun := self._starting.get(place)) is not None:
-            await begun.wait()
-        self._starting[place] = asyncio.Event()
+        while (starting := self._starting.get(claim_key)) is not None:
+            await starting.wait()
+        self._starting[claim_key] = asyncio.Event()
         try:
-            earlier = await self._claim(place, digest, reply_id)
-            return await self._make(place, make) if earlier is None else earlier
+            earlier_id = await self._claim(claim_key, digest, reply_id)
+            return await self._make(claim_key, make) if earlier_id is None else earlier_id
         finally:
-            self._starting.pop(place).set()
+            self._starting.pop(claim_key).set()
 
     async def forget(self, tenant: str, reply_id: str) -> None:
         """The reply came to nothing: the key that it was made for, if there was one, is as good as new."""
         with contextlib.suppress(StoreUnavailable):
-            if (place := await _USED.get(self._store, tenant, reply_id)) is not None:
-                await self._store.delete(Key(_CLAIMS.kind, tenant, place))
+            if (key_digest := await _USED.get(self._store, tenant, reply_id)) is not None:
+                await self._store.delete(Key(_CLAIMS.kind, tenant, key_digest))
 
-    async def _make(self, place: Key, make: Callable[[], Awaitable[Made]]) -> Made:
+    async def _make(self, claim_key: Key, make: Callable[[], Awaitable[Made]]) -> Made:
         try:
             return await make()
         except BaseException:
             with contextlib.suppress(StoreUnavailable):
-                await self._store.delete(place)
+                await self._store.delete(claim_key)
             raise
 
-    async def _claim(self, place: Key, digest: str, reply_id: str) -> str | None:
+    async def _claim(self, claim_key: Key, digest: str, reply_id: str) -> str | None:
         try:
-            found = await _CLAIMS.add(self._store, place.tenant, place.id, Claim(digest, reply_id))
+            claim = await _CLAIMS.add(self._store, claim_key.tenant, claim_key.id, Claim(digest, reply_id))
         except StoreUnavailable:
             return None
-        if found is None:
-            await _USED.put(self._store, place.tenant, reply_id, place.id)
+        if claim is None:
+            await _USED.put(self._store, claim_key.tenant, reply_id, claim_key.id)
             return None
-        if found.digest != digest:
+        if claim.digest != digest:
             message = f"The '{HEADER}' was used before, for another request."
             raise invalid(message, HEADER, "idempotency_key_reused")
-        return found.id
+        return claim.id

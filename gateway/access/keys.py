@@ -46,9 +46,9 @@ class Access:
     def replace(self, clients: Mapping[bytes, Client | Tenant]) -> None:
         """Replaces the accepted keys; without any, nobody is let in."""
         self._open = False
-        known = {digest: Client(of) if isinstance(of, Tenant) else of for digest, of in clients.items()}
-        self._clients = {self._place(digest): client for digest, client in known.items()}
-        self._by_tenant = {client.tenant.name: client for client in known.values()}
+        by_digest = {digest: Client(of) if isinstance(of, Tenant) else of for digest, of in clients.items()}
+        self._clients = {self._hashed(digest): client for digest, client in by_digest.items()}
+        self._by_tenant = {client.tenant.name: client for client in by_digest.values()}
 
     def client(self, authorization: str | None, api_key: str | None = None) -> Client:
         """Returns the client whose key an Authorization header has, or an `x-api-key` header where that is all.
@@ -63,10 +63,10 @@ class Access:
             raise unauthorized(
                 "You didn't provide an API key. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )
-        found = self._clients.get(self._place(digest_of(key.strip())))
-        if found is None:
+        client = self._clients.get(self._hashed(digest_of(key.strip())))
+        if client is None:
             raise unauthorized("Incorrect API key provided.")
-        return found
+        return client
 
     def tenant(self, authorization: str | None) -> Tenant:
         """Returns the tenant of `client`, and raises like it."""
@@ -80,15 +80,15 @@ class Access:
         """
         if self._open:
             return _OPEN_CLIENT
-        found = self._by_tenant.get(tenant)
-        if found is None:
+        client = self._by_tenant.get(tenant)
+        if client is None:
             raise unauthorized("The API key of this tenant is no longer known.")
-        return found
+        return client
 
     def clients(self) -> list[Client]:
         """Returns a client of every tenant, by name."""
         return [_OPEN_CLIENT] if self._open else [self._by_tenant[name] for name in sorted(self._by_tenant)]
 
-    def _place(self, digest: bytes) -> bytes:
+    def _hashed(self, digest: bytes) -> bytes:
         """Hashes a digest with a secret, so that nobody learns of other keys from the time of a lookup."""
         return blake2b(digest, key=self._salt, digest_size=32).digest()

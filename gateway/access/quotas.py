@@ -14,17 +14,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
-from dataclasses import replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from weakref import WeakSet
 
 from penstock.gateway.access.keys import UNBOUNDED, Client
-from penstock.gateway.access.windows import allotments, windows_of
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
-from penstock.gateway.store.interface import LEASE_S, Grant, Quota, Store, StoreUnavailable, Window
+from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable, Window
 
 log = logging.getLogger("penstock.gateway")
 
@@ -59,50 +58,30 @@ ANTHROPIC_HEADERS = [
 ]
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Reservation:
     """A reservation is one request's part of its tenant's quota, until `end`.
 
     Its lease is renewed for as long as somebody holds it: one that is lost without an end is over after `LEASE_S`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_quotas",
-        "client",
-        "ended",
-        "headers",
-        "lease_id",
-        "num_prompt",
-        "num_reserved",
-        "windows",
-    )
-
-    def __init__(
-        self,
-        quotas: Quotas,
-        client: Client,
-        lease_id: str,
-        num_prompt: int,
-        num_reserved: int | None,
-        windows: Sequence[Window],
-    ) -> None:
-        """`num_reserved` is None if nothing was: there is no quota, or the store did not answer."""
-        self.client = client
-        self.windows = windows
-        """The days and months in which it counts: those in which it began."""
-        self.lease_id = lease_id
-        self.num_prompt = num_prompt
-        self.num_reserved = num_reserved
-        self.headers: Mapping[str, str] = {}
-        """OpenAI's x-ratelimit headers, which say where the tenant stands; none without a quota."""
-        self.ended = False
-        self._quotas = quotas
+    quotas: Quotas
+    client: Client
+    lease_id: str
+    num_prompt: int
+    windows: Sequence[Window] = ()
+    """The days and months in which it counts: those in which it began."""
+    num_reserved: int | None = None
+    """None if nothing was reserved: there is no quota, or the store did not answer."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """OpenAI's x-ratelimit headers, which say where the tenant stands; none without a quota."""
+    ended: bool = False
 
     def end(self, num_tokens_used: int) -> None:
         """Charges the used tokens, prompt and output, instead of the reserved ones. Only the first call counts."""
         if not self.ended:
             self.ended = True
-            self._quotas.settle(self, num_tokens_used)
+            self.quotas.settle(self, num_tokens_used)
 
 
 class Quotas:
@@ -133,16 +112,16 @@ class Quotas:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
         """
         if client.quota is UNBOUNDED or client.quota == UNBOUNDED:
-            return Reservation(self, client, lease_id, num_prompt_tokens, None, ())
+            return Reservation(self, client, lease_id, num_prompt_tokens)
         windows = windows_of(client.quota, self._wall_clock())
-        reservation = Reservation(self, client, lease_id, num_prompt_tokens, None, windows)
+        reservation = Reservation(self, client, lease_id, num_prompt_tokens, windows)
         num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens) if lease_id else 0
         try:
             grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id, windows)
         except StoreUnavailable:
             return reservation
         except asyncio.CancelledError:
-            self._spawn(self._release(reservation))
+            self._release(reservation)
             raise
         if grant.refused is not None:
             raise _refusal(grant, client.quota, num_tokens, windows, self._wall_clock())
@@ -154,16 +133,18 @@ class Quotas:
 
     def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
         """Charges the used tokens; `Reservation.end` calls it."""
-        if reservation.client.quota == UNBOUNDED:
+        tenant, quota = reservation.client.tenant.name, reservation.client.quota
+        if quota == UNBOUNDED:
             return
         self._open.discard(reservation)
         if num_tokens_used > reservation.num_prompt:
-            outputs = self._outputs.setdefault(reservation.client.tenant.name, deque(maxlen=_NUM_OUTPUTS))
+            outputs = self._outputs.setdefault(tenant, deque(maxlen=_NUM_OUTPUTS))
             outputs.append((self._clock(), num_tokens_used - reservation.num_prompt))
-        counts_tokens = reservation.client.quota.tokens_per_minute is not None or reservation.windows
+        counts_tokens = quota.tokens_per_minute is not None or reservation.windows
         if reservation.num_reserved is not None and counts_tokens:
-            self._spawn(self._charge(reservation, num_tokens_used - reservation.num_reserved))
-        self._spawn(self._release(reservation))
+            num_more, lease_id = num_tokens_used - reservation.num_reserved, reservation.lease_id
+            self._spawn(self._store.settle(tenant, quota, num_more, lease_id, reservation.windows))
+        self._release(reservation)
 
     async def count(self, client: Client) -> Mapping[str, str]:
         """Counts a request that is never at work, as one that looks something up; returns the quota's headers.
@@ -184,7 +165,7 @@ class Quotas:
         for reservation in reservations:
             # The renewal may have come after its release.
             if reservation.ended:
-                self._spawn(self._release(reservation))
+                self._release(reservation)
 
     async def standings(self, clients: Sequence[Client]) -> list[tuple[Sequence[Window], Grant]]:
         """Returns where clients stand, and in which windows; without asking for anything."""
@@ -221,14 +202,8 @@ class Quotas:
             return FIRST_GUESS_TOKENS
         return recent[math.ceil(_QUANTILE * len(recent)) - 1]
 
-    async def _charge(self, reservation: Reservation, num_tokens: int) -> None:
-        client = reservation.client
-        await self._store.settle(
-            client.tenant.name, client.quota, num_tokens, reservation.lease_id, reservation.windows
-        )
-
-    async def _release(self, reservation: Reservation) -> None:
-        await self._store.release(reservation.client.tenant.name, reservation.lease_id)
+    def _release(self, reservation: Reservation) -> None:
+        self._spawn(self._store.release(reservation.client.tenant.name, reservation.lease_id))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         # Of nobody's own context: what its request has waited for Redis is no reason not to tell it.
@@ -244,6 +219,38 @@ async def _tell(work: Coroutine[None, None, None]) -> None:
         pass  # a lease runs out by itself, and within a minute so does a reservation
     except Exception:
         log.exception("telling the store of the end of a request failed")
+
+
+def windows_of(quota: Quota, now_s: float) -> tuple[Window, ...]:
+    """Returns the windows in which a quota has a bound, for a request that comes at `now_s` (seconds since 1970)."""
+    now = datetime.fromtimestamp(now_s, UTC)
+    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    month = day.replace(day=1)
+    next_month = (month + timedelta(days=32)).replace(day=1)
+    bounded = (
+        ("day", f"{day:%Y-%m-%d}", day + timedelta(days=1), quota.requests_per_day, quota.tokens_per_day),
+        ("month", f"{day:%Y-%m}", next_month, quota.requests_per_month, quota.tokens_per_month),
+    )
+    return tuple(
+        Window(name, date, max_requests, max_tokens, end.timestamp() - now_s, end.timestamp())
+        for name, date, end, max_requests, max_tokens in bounded
+        if (max_requests, max_tokens) != (None, None)
+    )
+
+
+def allotments(grant: Grant, windows: Sequence[Window]) -> dict[str, Allotment]:
+    """Returns where a tenant stands against each of its bounds: "requests" and "tokens" per minute, "tokens-day"..."""
+    standings = {"requests": grant.requests, "tokens": grant.tokens}
+    for window, use in zip(windows, grant.uses, strict=True):
+        counts = {
+            "requests": (window.max_requests, use.requests),
+            "tokens": (window.max_tokens, use.tokens),
+        }
+        for unit, (limit, used) in counts.items():
+            if limit is not None:
+                left = Allotment(limit, max(0, limit - used), window.left_s)
+                standings[f"{unit}-{window.name}"] = left
+    return {bound: allotment for bound, allotment in standings.items() if allotment is not None}
 
 
 def duration(seconds: float) -> str:
@@ -263,16 +270,15 @@ def duration(seconds: float) -> str:
 def _headers(grant: Grant, windows: Sequence[Window], now_s: float) -> dict[str, str]:
     """Returns the headers that say where a tenant stands, in Anthropic's form as well where its API is asked."""
     headers: dict[str, str] = {}
-    asked = CORRELATION.get()
-    is_anthropic = asked is not None and asked.path.startswith(ANTHROPIC_PATH)
+    request = CORRELATION.get()
+    is_anthropic = request is not None and request.path.startswith(ANTHROPIC_PATH)
     for bound, allotment in allotments(grant, windows).items():
+        limit, remaining = str(allotment.limit), str(max(0, allotment.remaining))
         if is_anthropic and bound in ("requests", "tokens"):
-            start = f"anthropic-ratelimit-{bound}"
-            headers[f"{start}-limit"] = str(allotment.limit)
-            headers[f"{start}-remaining"] = str(max(0, allotment.remaining))
-            headers[f"{start}-reset"] = utc(now_s + allotment.reset_s)
-        headers[f"x-ratelimit-limit-{bound}"] = str(allotment.limit)
-        headers[f"x-ratelimit-remaining-{bound}"] = str(max(0, allotment.remaining))
+            start, reset = f"anthropic-ratelimit-{bound}", utc(now_s + allotment.reset_s)
+            headers |= {f"{start}-limit": limit, f"{start}-remaining": remaining, f"{start}-reset": reset}
+        headers[f"x-ratelimit-limit-{bound}"] = limit
+        headers[f"x-ratelimit-remaining-{bound}"] = remaining
         headers[f"x-ratelimit-reset-{bound}"] = duration(allotment.reset_s)
     return headers
 

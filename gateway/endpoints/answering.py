@@ -31,9 +31,9 @@ from penstock.gateway.sessions.owners import owned_id
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Input, Turn
-from penstock.gateway.wire.beams import check_beams
 from penstock.gateway.wire.labels import Steps
 from penstock.gateway.wire.questions import Questions
+from penstock.gateway.wire.sampling import SEARCH_FIELDS, check_beams
 from penstock.gateway.wire.strict import Body
 from penstock.gateway.wire.writing import Counts, Head, WholeWriter
 
@@ -183,7 +183,7 @@ class Answering:
 
     def _check(self, ask: Ask) -> None:
         self._intake.check_model(ask.model)
-        if ask.sampling is not None:
+        if ask.sampling is not None and ask.sampling.model_fields_set & SEARCH_FIELDS:
             check_beams(ask.sampling, self._most_beams if ask.sampling.use_beam_search else 0)
         size = self._service.options.embedding.size
         if ask.dimensions is not None and size is not None and ask.dimensions > size:

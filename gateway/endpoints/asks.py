@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.gateway.limits import Limits
-from penstock.gateway.sessions.responses import asks as responses
-from penstock.gateway.sessions.responses.schemas import ResponseBody
-from penstock.gateway.wire import decisions, embeddings, schemas, translation
+from penstock.gateway.sessions.responses.objects import turn_ask
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, ResponseBody
+from penstock.gateway.wire import decisions, embeddings, schemas
 from penstock.gateway.wire.anthropic import bodies as anthropic
-from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ask import Ask, chat_ask, completion_ask
 from penstock.gateway.wire.llama import bodies as llama
 from penstock.gateway.wire.ollama import bodies as ollama
 from penstock.gateway.wire.strict import Body, StrictBody, read
 
 _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
-    schemas.ChatBody: translation.chat_ask,
-    schemas.CompletionBody: translation.completion_ask,
-    ResponseBody: responses.turn_ask,
-    responses.InputTokensBody: responses.turn_ask,
+    schemas.ChatBody: chat_ask,
+    schemas.CompletionBody: completion_ask,
+    ResponseBody: turn_ask,
+    InputTokensBody: turn_ask,
     anthropic.MessagesBody: anthropic.message_ask,
     anthropic.CountTokensBody: anthropic.message_ask,
     ollama.OllamaChatBody: ollama.ollama_chat_ask,
@@ -28,7 +28,7 @@ _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     ollama.OllamaEmbeddingBody: ollama.embedding_ask,
     llama.LlamaBody: llama.llama_ask,
     llama.InfillBody: llama.infill_ask,
-    llama.TemplateBody: translation.chat_ask,
+    llama.TemplateBody: chat_ask,
     embeddings.EmbeddingsBody: embeddings.embeddings_ask,
     embeddings.RerankBody: embeddings.rerank_ask,
     embeddings.ScoreBody: embeddings.score_ask,

@@ -20,42 +20,30 @@ from penstock.gateway.sessions.responses.objects import Item, input_items, page
 from penstock.gateway.sessions.responses.schemas import (
     ITEM_PREFIXES,
     InputItem,
-    Items,
     PageQuery,
     check_id,
     check_items,
 )
 from penstock.gateway.store.interface import Key
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.strict import StrictBody, validated
+from penstock.gateway.wire.schemas import Metadata, check_metadata
+from penstock.gateway.wire.strict import Many, Most, StrictBody, validated
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000
 
-_MOST: dict[str, str | int] = {
-    "items": MAX_ITEMS_A_CALL,
-    "items[].content": "max_content_parts",
-    "items[].output": "max_content_parts",
-    "metadata": "max_metadata",
-}
+Items = Annotated[Many[InputItem], Most(MAX_ITEMS_A_CALL)]
 
 
 class CreateBody(StrictBody):
-    MOST = _MOST
-
     items: Items | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class UpdateBody(StrictBody):
-    MOST = _MOST
-
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class AddBody(StrictBody):
-    MOST = _MOST
-
     items: Annotated[Items, Field(min_length=1)]
 
 
@@ -89,11 +77,11 @@ class ConversationsApi(Endpoints):
         store = self._service.store
         with conversations.answering():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
-            found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
-            read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in found["data"]])
+            listed = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
+            read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in listed["data"]])
         # The ids of the page stay, for the next one to go on after.
-        found["data"] = [{**one.as_json(), "title": one.title} for one in read]
-        return Json(found)
+        listed["data"] = [{**one.as_json(), "title": one.title} for one in read]
+        return Json(listed)
 
     async def show(self, http: HttpRequest) -> Response:
         return Json((await self._find(http)).as_json())

@@ -22,8 +22,8 @@ from penstock.gateway.endpoints.asks import read_ask
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.errors import ApiError, model_not_found, not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
+from penstock.gateway.http.entrance import forget_body
 from penstock.gateway.http.fair_threads import FairThreads
-from penstock.gateway.http.limits import forget_body
 from penstock.gateway.http.refusals import OLLAMA_PATH
 from penstock.gateway.limits import parse_object
 from penstock.gateway.off_loop import off_loop

@@ -24,8 +24,8 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.prefixes.sharing import parse_token_ids
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.prompts import check_token_ids
+from penstock.gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.strict import read, validated
-from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.tools.use import tool_use
 from penstock.priority.lanes import Lane, Tenant
 

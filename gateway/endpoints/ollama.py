@@ -31,7 +31,13 @@ from penstock.gateway.wire.ollama.bodies import (
     plain_name,
     shown_name,
 )
-from penstock.gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
+from penstock.gateway.wire.ollama.lines import (
+    LineWriter,
+    NormalEmbeddingWriter,
+    PlainEmbeddingWriter,
+    timestamp,
+    unasked,
+)
 from penstock.gateway.wire.writing import Head
 
 VERSION = "0.12.6"
@@ -196,12 +202,12 @@ def _loaded(ask: Ask, *, is_chat: bool) -> dict[str, object]:
     return unasked(ask.model, int(time.time()), is_chat=is_chat)
 
 
-def _embed_writer(_: Head, came: Arrival, __: Made) -> EmbedWriter:
-    return EmbedWriter(came.ask)
+def _embed_writer(_: Head, came: Arrival, __: Made) -> NormalEmbeddingWriter:
+    return NormalEmbeddingWriter(came.ask)
 
 
-def _embedding_writer(_: Head, __: Arrival, ___: Made) -> EmbeddingWriter:
-    return EmbeddingWriter()
+def _embedding_writer(_: Head, __: Arrival, ___: Made) -> PlainEmbeddingWriter:
+    return PlainEmbeddingWriter()
 
 
 _DETAILS = {

@@ -17,17 +17,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.gateway.endpoints.batches import BATCH_ID, MESSAGE_BATCH_ID
 from penstock.gateway.endpoints.operation import JSON, Operation, Passing, SloHeaders
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.correlation import ANTHROPIC_PATH
 from penstock.gateway.http.refusals import OLLAMA_PATH, OVERLOADED
 from penstock.gateway.limits import Limits
-from penstock.gateway.sessions.batches.batch import BATCH_ID
 from penstock.gateway.sessions.batches.files import FILE_ID
-from penstock.gateway.sessions.batches.messages import MESSAGE_BATCH_ID
 from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE, TEXT
 from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
-from penstock.gateway.wire.strict import steps_to
+from penstock.gateway.wire.strict import rules_of
 
 JsonSchema = dict[str, Any]
 
@@ -93,9 +92,9 @@ class _Schemas:
         self.components: dict[str, JsonSchema] = definitions.get("$defs", {})
         for kind in types.values():
             self._name(kind)
-            for place, most in getattr(kind, "MOST", {}).items():
+            for steps, most in rules_of(kind).bounds():
                 number = getattr(limits, most) if isinstance(most, str) else most
-                self._bound(self.of(kind), steps_to(place), number)
+                self._bound(self.of(kind), steps, number)
 
     def of(self, kind: Any) -> JsonSchema:
         return self._schemas[repr(kind), "validation"]
@@ -112,7 +111,7 @@ class _Schemas:
             if field in properties:
                 properties.setdefault(name, properties[field])
 
-    def _bound(self, schema: JsonSchema, steps: list[str], most: int) -> None:
+    def _bound(self, schema: JsonSchema, steps: Sequence[str], most: int) -> None:
         """Writes the largest size or number into the schema of a place."""
         for form in self._forms(schema):
             if not steps:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.gateway.endpoints.batches import BatchBody
+from penstock.gateway.endpoints.batches import BatchBody, MessageBatchBody
 from penstock.gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from penstock.gateway.endpoints.cursors import CursorQuery
 from penstock.gateway.endpoints.files import FilesQuery, UploadForm
-from penstock.gateway.endpoints.message_batches import MessageBatchBody
 from penstock.gateway.endpoints.operation import (
     EVENTS,
     JSON,
@@ -24,8 +23,7 @@ from penstock.gateway.endpoints.operation import (
     UsageQuery,
 )
 from penstock.gateway.endpoints.stored_chats import ChatsQuery, ChatUpdateBody
-from penstock.gateway.sessions.responses.asks import InputTokensBody
-from penstock.gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from penstock.gateway.sessions.responses.schemas import InputTokensBody, PageQuery, ResponseBody, StreamQuery
 from penstock.gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
@@ -40,9 +38,8 @@ from penstock.gateway.wire.ollama.bodies import (
     OllamaPullBody,
     OllamaShowBody,
 )
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
 from penstock.gateway.wire.strict import StrictBody
-from penstock.gateway.wire.tokens import DetokenizeBody, LocateBody, TokenizeBody
 
 ANY, OWN, ONCE = Passing.ANY, Passing.OWN, Passing.ONCE
 BY_PROMPT, BY_ID, RECORDED = Passing.BY_PROMPT, Passing.BY_ID, Passing.RECORDED

@@ -28,6 +28,7 @@ MESSAGE_CHARS = 100
 """A template's work per message, in characters of text."""
 TEXT_CHARS = 80
 """The tokenizer's work per text, in characters."""
+_FREED_TOKENS = 64 * 1024
 
 _Result = TypeVar("_Result")
 
@@ -260,12 +261,21 @@ class Prompting:
 
     async def _texts(self, ask: Ask, given: Texts) -> list[list[int]]:
         longest = self._context_length - 1 if given.cuts_end else None
-        prompts = given.token_ids or await self._encoded(given, longest, is_cut=ask.is_cut)
+        encoded = [] if given.token_ids else await self._encoded(given, longest, is_cut=ask.is_cut)
+        prompts = given.token_ids or encoded
 
         def checked() -> list[list[int]]:
             cut = [self._truncated(prompt[:longest], ask) for prompt in prompts]
-            for prompt in cut:
-                self.check_prompt_ids(prompt, given.field)
+            try:
+                for prompt in cut:
+                    self.check_prompt_ids(prompt, given.field)
+            except ApiError:
+                for prompt in cut:
+                    _empty(prompt)
+                raise
+            finally:
+                for prompt in encoded:
+                    _empty(prompt)
             return cut
 
         return await off_loop(TOKEN_BYTES * sum(map(len, prompts)), checked)
@@ -291,6 +301,8 @@ class Prompting:
             texts = [text[: longest * self._limits.max_bytes_per_token] for text in texts]
         for text in () if is_cut else texts:
             self.check_length(len(text) + len(suffix), field)
+            if not text.isascii():
+                self.check_length(len(text.encode(errors="replace")), field, "bytes")
         encode = partial(self._prompts.text, add_special=given.add_special, parse_special=given.parse_special)
         if suffix:
             encode = partial(self._prompts.around, suffix=suffix)
@@ -316,12 +328,17 @@ class Prompting:
             raise context_exceeded(self._context_length, f"{len(prompt)} tokens", field, len(prompt))
         check_token_ids(prompt, self._vocab_size, field)
 
-    def check_length(self, num_chars: int, field: str) -> None:
+    def check_length(self, number: int, field: str, what: str = "characters") -> None:
         """Refuses a text that is too long whatever its tokens are, before it is tokenised."""
         most = self._limits.max_bytes_per_token
-        if num_chars > self._context_length * most:
-            least = -(-num_chars // most)
-            raise context_exceeded(self._context_length, f"{num_chars} characters", field, least)
+        if number > self._context_length * most:
+            raise context_exceeded(self._context_length, f"{number} {what}", field, -(-number // most))
+
+
+def _empty(token_ids: list[int]) -> None:
+    """Frees the tokens of a long prompt in pieces: to free them together holds the interpreter."""
+    while token_ids:
+        del token_ids[-_FREED_TOKENS:]
 
 
 def _role(message: Message) -> str:

@@ -16,8 +16,7 @@ from penstock.gateway.errors import invalid
 from penstock.gateway.http.json_response import Json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.recordings.kinds import IDS, PREFIXES, details_of
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.writing import Head

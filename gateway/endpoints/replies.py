@@ -19,7 +19,7 @@ from penstock.gateway.http.connections import Connection
 from penstock.gateway.reply.live import Live
 from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.recordings.reader import Reader
+from penstock.gateway.sessions.recordings.recording import Reader
 from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.writing import Writer
 

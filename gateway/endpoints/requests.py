@@ -20,11 +20,10 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES
 from penstock.gateway.wire.ask import Ask, Conversation, Turn
-from penstock.gateway.wire.beams import NEUTRAL, beam_tokens, beams_of
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.enforced import enforced_form, enforced_tools
 from penstock.gateway.wire.reading import PLAIN, Reading, needs_grammar
-from penstock.gateway.wire.sampling import Room, sampling_params
+from penstock.gateway.wire.sampling import NEUTRAL, beam_tokens, beams_of, output_tokens, sampling_params
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tokenizer import Tokenizer
 from penstock.priority.lanes import Tenant
@@ -156,8 +155,8 @@ class RequestMaker:
         """Returns how the tokens of answers to a prompt of that length are chosen; raises 400 if it does not fit."""
         body, options = ask.sampling, self._service.options
         assert body is not None
-        room = Room(self._service.dispatch.context_length, num_prompt_tokens)
-        max_tokens = room.output_tokens(ask.max_tokens, ask.field)
+        context_length = self._service.dispatch.context_length
+        max_tokens = output_tokens(ask.max_tokens, context_length, num_prompt_tokens, ask.field)
         if body.use_beam_search:
             stats = self._service.engine_stats()
             most = beam_tokens(
@@ -169,7 +168,7 @@ class RequestMaker:
         return sampling_params(
             body,
             NEUTRAL if body.use_beam_search else options.defaults,
-            max_tokens=self._bounded(ask, max_tokens, is_recorded=is_recorded),
+            max_tokens=self._bounded(ask, max_tokens, is_recorded=is_recorded or ask.kept.stored is not None),
             num_logprobs=ask.num_logprobs,
             num_prompt_logprobs=ask.num_prompt_logprobs,
             bad_words=bad_words,

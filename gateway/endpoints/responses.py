@@ -19,18 +19,12 @@ from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import Conversation, ConversationLocks
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.sessions.responses import records
-from penstock.gateway.sessions.responses.asks import InputTokensBody, ResponseTurn
-from penstock.gateway.sessions.responses.objects import (
-    JsonObject,
-    deleted,
-    details_of,
-    page,
-)
-from penstock.gateway.sessions.responses.records import KIND, Record
+from penstock.gateway.sessions.responses.objects import JsonObject, ResponseTurn, deleted, details_of, page
+from penstock.gateway.sessions.responses.records import KIND, StoredResponse
 from penstock.gateway.sessions.responses.schemas import (
+    InputTokensBody,
     PageQuery,
     ResponseBody,
     check_id,
@@ -165,19 +159,19 @@ class ResponsesApi(ModelEndpoints, Recorder):
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
         found = await self._existing(tenant, response_id)
-        return Json(found.object if isinstance(found, Record) else response(found))
+        return Json(found.object if isinstance(found, StoredResponse) else response(found))
 
     async def list_input(self, http: HttpRequest) -> Response:
         tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
         found = await self._existing(tenant, response_id)
-        return Json(page(found.input if isinstance(found, Record) else found.details["input"], query))
+        return Json(page(found.input if isinstance(found, StoredResponse) else found.details["input"], query))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Once a response has ended, this is as good as asking for it."""
         asked = self._named(http)
         found = await self._visible(*asked) or await self._existing(*asked)
-        if isinstance(found, Record):
+        if isinstance(found, StoredResponse):
             _check_background(bool(found.object.get("background")))
             return Json(found.object)
         _check_background(found.details["background"])
@@ -201,7 +195,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         tenant = self._intake.tenant(http)
         return tenant, check_id("response_id", http.path_params["id"], "resp")
 
-    async def _existing(self, tenant: str, response_id: str) -> Recording | Record:
+    async def _existing(self, tenant: str, response_id: str) -> Recording | StoredResponse:
         """Finds a response in this process, or else in the store, or else in the journal of another process.
 
         Raises:
@@ -213,7 +207,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
             raise self._unknown(response_id)
         return found
 
-    async def _record(self, tenant: str, response_id: str) -> Record | None:
+    async def _record(self, tenant: str, response_id: str) -> StoredResponse | None:
         return await records.find(self._service.store, tenant, response_id)
 
     def _here(self, tenant: str, response_id: str) -> Recording | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import ClassVar, Literal
+from typing import Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +22,7 @@ from penstock.gateway.sessions.recordings.kinds import CHAT, IDS
 from penstock.gateway.sessions.responses.objects import page, place_after
 from penstock.gateway.sessions.responses.schemas import PageQuery
 from penstock.gateway.store.interface import Key, StoreUnavailable
-from penstock.gateway.wire.metadata import check_metadata
+from penstock.gateway.wire.schemas import Metadata, check_metadata
 from penstock.gateway.wire.strict import StrictBody, validated
 
 MAX_LISTED = 1000
@@ -42,9 +42,7 @@ class ChatsQuery(PageQuery):
 class ChatUpdateBody(StrictBody):
     """The body of `POST /v1/chat/completions/{id}`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
-
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 class StoredChatsApi(Endpoints):
@@ -66,30 +64,30 @@ class StoredChatsApi(Endpoints):
 
     async def list_chats(self, http: HttpRequest) -> Response:
         tenant = self._intake.tenant(http)
-        asked = dict(http.query_params)
-        metadata = {name[9:-1]: asked.pop(name) for name in list(asked) if name.startswith("metadata[")}
-        query = validated(ChatsQuery, asked)
+        values = dict(http.query_params)
+        metadata = {name[9:-1]: values.pop(name) for name in list(values) if name.startswith("metadata[")}
+        query = validated(ChatsQuery, values)
         with _answering():
             newest_first = await self._store.list(KIND, tenant, MAX_LISTED)
             ids = newest_first if query.order == "desc" else newest_first[::-1]
             ids = ids[place_after(ids, query.after) :]
-            found = await self._fitting(tenant, ids, query, metadata)
-        shown = [chat.as_json() for chat in found[: query.limit]]
+            fitting = await self._fitting(tenant, ids, query, metadata)
+        shown = [chat.as_json() for chat in fitting[: query.limit]]
         ends = {"first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""}
-        listed = {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}
-        return await off_loop(sum(chat.num_bytes for chat in found), Json, listed)
+        listed = {"object": "list", "data": shown, **ends, "has_more": len(fitting) > len(shown)}
+        return await off_loop(sum(chat.num_bytes for chat in fitting), Json, listed)
 
     async def _fitting(
         self, tenant: str, ids: Sequence[str], query: ChatsQuery, metadata: Mapping[str, str]
     ) -> list[StoredChat]:
         """The completions of a page, and one beyond it if there is one."""
-        found: list[StoredChat] = []
+        fitting: list[StoredChat] = []
         for start in range(0, len(ids), _READ_AT_ONCE):
             read = await CHATS.some(self._store, tenant, ids[start:][:_READ_AT_ONCE])
-            found += [chat for chat in read if fits(chat, query.model, metadata)]
-            if len(found) > query.limit:
+            fitting += [chat for chat in read if fits(chat, query.model, metadata)]
+            if len(fitting) > query.limit:
                 break
-        return found[: query.limit + 1]
+        return fitting[: query.limit + 1]
 
     async def show(self, http: HttpRequest) -> Response:
         """Shows a stored completion, unless its events are asked for."""

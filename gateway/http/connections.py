@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 ABORT = "penstock.abort"
 """ASGI extension of gateway.http.protocol: a callable that drops the connection and its unsent bytes."""
@@ -21,7 +21,9 @@ WRITE = "penstock.write"
 BODY_WITHIN = "penstock.body_within"
 """ASGI extension of gateway.http.protocol: a callable that gives the rest of the request's body so many seconds."""
 
-_SERVER_SEND = "penstock.server_send"
+SEND = "penstock.send"
+"""ASGI extension of gateway.http.protocol: the server's own `send`. Middleware has its say when a response starts and
+with its last piece; between them, each that wraps `send` would cost a coroutine a token."""
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 _STREAM_HEADERS = {
@@ -50,20 +52,6 @@ class Timeouts:
     """A resumable stream that nobody reads goes on for so long."""
 
 
-class ServerSendMiddleware:
-    """The outermost layer, which keeps the server's own `send` for the bodies of streams.
-
-    Middleware has its say when a response starts and with its last piece, so that the access log knows that it is
-    whole; between them each that wraps `send` would cost a coroutine a token.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app({**scope, _SERVER_SEND: send}, receive, send)
-
-
 class Connection:
     """One client's end of a reply. `gone` once it has hung up or was cut off."""
 
@@ -80,7 +68,7 @@ class Connection:
         self.last_sent_s = clock()
         self.sending_since_s: float | None = None
         self._send = send
-        self._send_body: Send = scope[_SERVER_SEND]
+        self._send_body: Send = extensions.get(SEND, send)
         self._writable: Callable[[], bool] = extensions.get(WRITABLE, _never)
         self._write: Callable[[bytes], None] = extensions.get(WRITE, partial(send_at_once, self._send_body))
         self._abort: Callable[[], None] | None = extensions.get(ABORT)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from penstock.gateway.errors import ApiError
 
@@ -30,7 +28,6 @@ _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 _MAX_ADDRESS_CHARS = 64
 _MAX_REASON_CHARS = 500
-_REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @dataclass(slots=True)
@@ -55,6 +52,30 @@ class Correlation:
     ignored: list[str] = field(default_factory=list)
     """The fields of its body that were taken and not honoured; the reply names them."""
 
+    @classmethod
+    def of(cls, scope: Scope) -> Correlation:
+        given = Headers(scope=scope)
+        usable = filter(_VALID.fullmatch, given.getlist("x-request-id"))
+        host, *_ = scope.get("client") or ("",)
+        return cls(
+            next(usable, "") or f"req_{secrets.token_hex(12)}",
+            scope["method"],
+            scope["path"],
+            {name: given[name] for name in _TRACE_HEADERS if name in given},
+            given.get(TICKET_HEADER, ""),
+            # In one word: a proxy's header may have said anything.
+            address=quote(host[:_MAX_ADDRESS_CHARS], safe=":.%"),
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Returns the headers by which the answer speaks of its request."""
+        headers = {"x-request-id": self.request_id}
+        if self.ignored:
+            headers[IGNORED_HEADER] = ", ".join(self.ignored)
+        if self.path.startswith(ANTHROPIC_PATH):
+            headers["request-id"] = self.request_id
+        return headers
+
     def __str__(self) -> str:
         """Returns one short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
@@ -66,71 +87,13 @@ CORRELATION: ContextVar[Correlation | None] = ContextVar("CORRELATION", default=
 """The request that the running task answers; None outside requests."""
 
 
-class RequestIdMiddleware:
-    """Answers every request with its `x-request-id`, tells CORRELATION of it, and logs how it ended."""
-
-    def __init__(self, app: ASGIApp, note_refused: Callable[[str], None] = lambda _: None) -> None:
-        """`note_refused` is called with the tenant of each request that was answered with 429 or 503."""
-        self.app = app
-        self._note_refused = note_refused
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        given = Headers(scope=scope)
-        usable = filter(_VALID.fullmatch, given.getlist("x-request-id"))
-        request_id = next(usable, "") or f"req_{secrets.token_hex(12)}"
-        traced = {name: given[name] for name in _TRACE_HEADERS if name in given}
-        request = Correlation(
-            request_id,
-            scope["method"],
-            scope["path"],
-            traced,
-            given.get(TICKET_HEADER, ""),
-            address=_address(scope),
-        )
-        CORRELATION.set(request)
-        began_s = time.perf_counter()
-        answered, status = False, 0
-
-        async def send_named(message: Message) -> None:
-            nonlocal answered, status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if request.ignored:
-                    headers[IGNORED_HEADER] = ", ".join(request.ignored)
-                if request.path.startswith(ANTHROPIC_PATH):
-                    headers["request-id"] = request_id
-            await send(message)
-            answered = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-        try:
-            await self.app(scope, receive, send_named)
-        except Exception:
-            # Starlette raises again what `answer_fault` has answered and logged; the server would log it once more.
-            if not answered:
-                raise
-        finally:
-            if request.tenant and status in _REFUSED:
-                self._note_refused(request.tenant)
-            _note(request, status, is_whole=answered, seconds=time.perf_counter() - began_s)
-
-
-def _address(scope: Scope) -> str:
-    """Returns a request's address in one word: a proxy's header may have said anything."""
-    host, *_ = scope.get("client") or ("",)
-    return quote(host[:_MAX_ADDRESS_CHARS], safe=":.%")
-
-
-def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
+def log_answer(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
     """Logs one line; its parts are `fields` of the record, for logs that machines read."""
     level = logging.DEBUG if request.path in PROBES else logging.INFO
     if not access_log.isEnabledFor(level):
         return
-    ending = "" if is_whole else ", left"
+    who = {"address": request.address, "tenant": request.tenant}
+    details = {**{name: value for name, value in who.items() if value}, **request.account()}
     fields = {
         "request_id": request.request_id,
         "method": request.method,
@@ -138,28 +101,18 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         "status": status,
         "seconds": round(seconds, 4),
         "whole": is_whole,
-        **(known := _known(request)),
+        **details,
     }
     if request.trace_id:
         fields["trace_id"] = request.trace_id
-    access_log.log(
-        level,
-        "%s %d%s, %.0f ms, %s%s%s",
-        request,
-        status,
-        ending,
-        1000 * seconds,
+    parts = [
+        f"{request} {status}{'' if is_whole else ', left'}",
+        f"{1000 * seconds:.0f} ms",
         request.request_id,
-        "".join(f", {name} {value}" for name, value in known.items()),
-        request.trace_id and f", trace {request.trace_id}",
-        extra={"fields": fields},
-    )
-
-
-def _known(request: Correlation) -> dict[str, object]:
-    """Returns what is known of who asked, and of what was generated."""
-    who = {"address": request.address, "tenant": request.tenant}
-    return {**{name: value for name, value in who.items() if value}, **request.account()}
+        *(f"{name} {value}" for name, value in details.items()),
+        *([f"trace {request.trace_id}"] if request.trace_id else []),
+    ]
+    access_log.log(level, "%s", ", ".join(parts), extra={"fields": fields})
 
 
 def log_fault(error: ApiError) -> None:

@@ -29,7 +29,13 @@ class Hosts:
     def refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> ApiError | None:
         """Returns why a request with these headers is refused; None if it is for one of these hosts."""
         names = (value.decode("latin-1") for name, value in headers if name == b"host")
-        return None if self._any or all(_name(name) in self._hosts for name in names) else _not_here()
+        if self._any or all(_name(name) in self._hosts for name in names):
+            return None
+        message = (
+            "This server does not answer to the host of this request; "
+            "its operator can allow it by --allowed-hosts."
+        )
+        return ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed", close=True)
 
 
 def _name(host: str) -> str:
@@ -38,8 +44,3 @@ def _name(host: str) -> str:
     if not colon or (":" in name and not name.endswith("]")) or not (port.isdigit() or not port):
         name = host.strip()
     return name.strip("[]").removesuffix(".").lower()
-
-
-def _not_here() -> ApiError:
-    message = "This server does not answer to the host of this request; its operator can allow it by --allowed-hosts."
-    return ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed", close=True)

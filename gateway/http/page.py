@@ -43,7 +43,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PageFile:
     body: bytes
     packed: bytes | None
     """The gzipped body, for clients that accept it; None if the file is compressed already."""
@@ -85,8 +85,8 @@ class Page:
         return Response(file.body, headers=headers, media_type=file.media_type)
 
 
-def _read(path: Path) -> _File:
+def _read(path: Path) -> _PageFile:
     body = path.read_bytes()
     guessed = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     packed = gzip.compress(body, mtime=0) if path.suffix in _PACKED else None
-    return _File(body, packed, _TYPES.get(path.suffix, guessed), f'W/"{sha256(body).hexdigest()[:32]}"')
+    return _PageFile(body, packed, _TYPES.get(path.suffix, guessed), f'W/"{sha256(body).hexdigest()[:32]}"')

@@ -16,8 +16,16 @@ from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from penstock.gateway.errors import ApiError
-from penstock.gateway.http.connections import ABORT, BODY_WITHIN, WRITABLE, WRITE, Timeouts, send_at_once
-from penstock.gateway.http.limits import headers_too_large
+from penstock.gateway.http.connections import (
+    ABORT,
+    BODY_WITHIN,
+    SEND,
+    WRITABLE,
+    WRITE,
+    Timeouts,
+    send_at_once,
+)
+from penstock.gateway.http.entrance import headers_too_large
 from penstock.gateway.limits import Limits
 
 _DEFAULTS = Limits()
@@ -50,7 +58,7 @@ class _OldCycle(_Cycle):
         await super().send(message)
 
 
-class _Parser(httptools.HttpRequestParser):
+class _RequestParser(httptools.HttpRequestParser):
     """Hands the protocol the bytes after the head of a request that offers an upgrade."""
 
     def __init__(self, protocol: GatewayProtocol) -> None:
@@ -81,7 +89,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
         self._received_bytes = 0
@@ -158,7 +166,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _OldCycle if is_old else _Cycle
-            self._extensions[WRITE] = cast(_Cycle, self.cycle).write
+            self._extensions |= {WRITE: cast(_Cycle, self.cycle).write, SEND: self.cycle.send}
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if self.cycle is not None:
             self._cycles.append(self.cycle)
@@ -193,7 +201,7 @@ class GatewayProtocol(HttpToolsProtocol):
         ]
         lines += [b"connection: close"] if wanted else []
         head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         self.parser.feed_data(head + rest)
 
     def on_message_complete(self) -> None:

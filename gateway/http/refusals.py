@@ -50,22 +50,15 @@ async def answer_api_error(
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Answers 404 and 405, which the router raises."""
     assert isinstance(error, HTTPException)
-    told = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code))
-    reply = refusal(told, request.url.path)
+    method, path = request.method, request.url.path
+    explained = {
+        404: ("unknown_url", f"Unknown request URL: {method} {path}."),
+        405: ("method_not_allowed", f"Method {method} is not allowed on {path}."),
+    }
+    code, message = explained.get(error.status_code, ("http_error", error.detail))
+    reply = refusal(ApiError(error.status_code, message, code=code), path)
     reply.headers.update(error.headers or {})
     return reply
-
-
-def _explain(request: Request, error: HTTPException) -> str:
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        return f"Unknown request URL: {request.method} {request.url.path}."
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return f"Method {request.method} is not allowed on {request.url.path}."
-    return error.detail
-
-
-def _code(status: int) -> str:
-    return {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
 
 
 async def answer_disconnect(_: Request, __: Exception) -> Response:

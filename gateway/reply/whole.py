@@ -9,7 +9,7 @@ import orjson
 
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.reply.live import LOGPROB_BYTES
-from penstock.gateway.wire.frames import at_once
+from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.writing import Delta, ReplyT, Whole, WholeWriter
 
 _NUMBER_BYTES = 8
@@ -27,12 +27,18 @@ async def whole(writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tu
 async def whole_json(
     writer: WholeWriter[ReplyT], reply: ReplyT, outputs: Iterable[tuple[int, Delta]]
 ) -> tuple[bytes, dict[str, Any]]:
-    """Returns a reply as JSON and as its objects, to be kept."""
+    """Returns a reply with choices as JSON, and as what is kept of it: its fields, its choices as JSON.
+
+    Nothing is made of all log probabilities at once, for that would hold the interpreter.
+    """
     outputs = list(outputs)
 
     def make() -> tuple[bytes, dict[str, Any]]:
-        completion = at_once(writer.whole(reply, outputs))
-        return orjson.dumps(completion), completion
+        fields = writer.whole(reply, outputs)
+        assert isinstance(fields, dict)
+        choices = b"".join(json_pieces(fields["choices"]))
+        body = orjson.dumps({**fields, "choices": orjson.Fragment(choices)})
+        return body, {**fields, "choices": choices.decode()}
 
     num_logprobs = sum(1 + len(one.top) for _, delta in outputs for one in delta.logprobs if one is not None)
     return await off_loop(_work(outputs) + LOGPROB_BYTES * num_logprobs, make)

@@ -28,13 +28,17 @@ class StoredChat:
     """The record of a chat completion."""
 
     completion: dict[str, Any]
+    """Its fields; the choices, which may be large, as JSON."""
     messages: list[dict[str, Any]]
     metadata: dict[str, str] = field(default_factory=dict)
     num_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """The completion as OpenAI's API shows it."""
-        return {**self.completion, "metadata": self.metadata}
+        choices = self.completion["choices"]
+        if isinstance(choices, str):  # an older server kept a list
+            choices = orjson.Fragment(choices)
+        return {**self.completion, "choices": choices, "metadata": self.metadata}
 
     def messages_as_json(self) -> list[dict[str, Any]]:
         """The messages that it answers as OpenAI's API shows them."""

@@ -59,9 +59,9 @@ class Conversation:
         if _num_text_bytes([*self.items, *items]) > MAX_BYTES:
             message = f"The items of a conversation may have at most {MAX_BYTES} bytes of text."
             raise invalid(message, param, "conversation_full")
-        known = {item["id"] for item in self.items}
+        ids = {item["id"] for item in self.items}
         for i, item in enumerate(items):
-            if item["id"] in known:
+            if item["id"] in ids:
                 message = f"The conversation has an item '{item['id']}' already."
                 raise invalid(message, f"{param}[{i}].id")
         self.items += items
@@ -123,9 +123,9 @@ async def append(
     """
 
     def edit(conversation: Conversation) -> None:
-        known = {item["id"] for item in conversation.items}
-        if output_items[0]["id"] not in known:
-            conversation.items += [item for item in input_items if item["id"] not in known]
+        ids = {item["id"] for item in conversation.items}
+        if output_items[0]["id"] not in ids:
+            conversation.items += [item for item in input_items if item["id"] not in ids]
             conversation.items += output_items
             conversation.token_ids, conversation.num_written = thread.token_ids, thread.num_written
 

@@ -22,5 +22,5 @@ def owned_id(prefix: str, tag: str, num_chars: int) -> str:
 
 def tag_in(id: str) -> str | None:
     """The tag of the replica that made this id, if it was made by `owned_id`; None if it cannot be such an id."""
-    found = _OWNED.fullmatch(id)
-    return found and found[1]
+    match = _OWNED.fullmatch(id)
+    return match and match[1]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Use, Window
@@ -61,10 +62,11 @@ def judge(quota: Quota, num_tokens: int, before: Standing, windows: Sequence[Win
 
     A request that never fits waits for infinity.
     """
+    is_full = quota.max_streams is not None and before.num_streams >= quota.max_streams
     waits = {
         "tokens": _wait_s(quota.tokens_per_minute, num_tokens, before.tokens_us),
         "requests": _wait_s(quota.requests_per_minute, 1, before.requests_us),
-        "streams": STREAMS_RETRY_S if _is_full(quota, before.num_streams) else 0.0,
+        "streams": STREAMS_RETRY_S if is_full else 0.0,
     }
     for window, use in zip(windows, before.uses, strict=True):
         waits[f"tokens-{window.name}"] = _window_wait_s(window.max_tokens, use.tokens, num_tokens, window)
@@ -88,12 +90,11 @@ def _window_wait_s(limit: int | None, used: int, amount: int, window: Window) ->
     return math.inf if amount > limit else window.left_s
 
 
-def _is_full(quota: Quota, num_streams: int) -> bool:
-    return quota.max_streams is not None and num_streams >= quota.max_streams
-
-
 @dataclass(slots=True)
-class _Account:
+class _QuotaAccount:
+    """A _QuotaAccount is what one tenant used, as of `now_us`."""
+
+    now_us: int = 0
     requests_us: int = 0
     tokens_us: int = 0
     leases: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -101,109 +102,114 @@ class _Account:
     counts: dict[str, tuple[Use, int]] = field(default_factory=dict)
     """What is used of a window, by the window's id, and the window's end."""
 
-    def uses(self, windows: Sequence[Window]) -> tuple[Use, ...]:
-        return tuple(self.counts.get(window.id, (Use(0, 0), 0))[0] for window in windows)
-
-    def count(self, windows: Sequence[Window], num_requests: int, num_tokens: int, now_us: int) -> None:
-        for window in windows:
-            end_us = now_us + int(window.left_s * SECOND_US)
-            used, end_us = self.counts.get(window.id, (Use(0, 0), end_us))
-            use = Use(used.requests + num_requests, max(0, used.tokens + num_tokens))
-            self.counts[window.id] = use, end_us
-
-    def lend(self, lease_id: str, now_us: int) -> None:
-        """The lease begins, or begins again."""
-        self.leases[lease_id] = now_us + int(LEASE_S * SECOND_US)
-        self.leases.move_to_end(lease_id)
-
-    def forget_ended(self, now_us: int) -> None:
+    def advance(self, now_us: int) -> None:
+        """Forgets what is over by now."""
+        self.now_us = now_us
+        self.requests_us = max(self.requests_us, now_us)
+        self.tokens_us = max(self.tokens_us, now_us)
         while self.leases and next(iter(self.leases.values())) <= now_us:
             self.leases.popitem(last=False)
         for window_id in [id_ for id_, (_, end_us) in self.counts.items() if end_us <= now_us]:
             del self.counts[window_id]
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.leases or self.counts) and max(self.requests_us, self.tokens_us) <= self.now_us
+
+    def standing(self, windows: Sequence[Window], lease_id: str = "") -> Standing:
+        """Returns where the tenant stands, without the lease of that id."""
+        uses = tuple(self.counts.get(window.id, (Use(0, 0), 0))[0] for window in windows)
+        num_streams = len(self.leases) - (lease_id in self.leases)
+        return Standing(num_streams, self.requests_us - self.now_us, self.tokens_us - self.now_us, uses)
+
+    def charge(self, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window]) -> None:
+        if quota.requests_per_minute is not None:
+            self.requests_us += cost_us(1, quota.requests_per_minute)
+        if quota.tokens_per_minute is not None:
+            self.tokens_us += cost_us(num_tokens, quota.tokens_per_minute)
+        self.count(windows, 1, num_tokens)
+        if lease_id:
+            self.lend(lease_id)
+
+    def count(self, windows: Iterable[Window], num_requests: int, num_tokens: int) -> None:
+        for window in windows:
+            end_us = self.now_us + int(window.left_s * SECOND_US)
+            used, end_us = self.counts.get(window.id, (Use(0, 0), end_us))
+            use = Use(used.requests + num_requests, max(0, used.tokens + num_tokens))
+            self.counts[window.id] = use, end_us
+
+    def lend(self, lease_id: str) -> None:
+        """The lease begins, or begins again."""
+        self.leases[lease_id] = self.now_us + int(LEASE_S * SECOND_US)
+        self.leases.move_to_end(lease_id)
 
 
 class LocalQuotas:
     """LocalQuotas count what tenants used, as far as this process knows."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self.clock = clock
+        self._accounts: dict[str, _QuotaAccount] = {}
 
-    def __len__(self) -> int:
+    @property
+    def num_accounts(self) -> int:
         return len(self._accounts)
 
-    def reserve(
+    @contextmanager
+    def _account(self, tenant: str) -> Iterator[_QuotaAccount]:
+        """Yields a tenant's account, which is forgotten if it is idle afterwards."""
+        account = self._accounts.setdefault(tenant, _QuotaAccount())
+        account.advance(int(self.clock() * SECOND_US))
+        yield account
+        if account.is_idle:
+            del self._accounts[tenant]
+
+    async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> Grant:
-        before, now_us = self._standing(tenant, windows, lease_id)
-        grant = judge(quota, num_tokens, before, windows)
-        if grant.refused:
-            self._forget_idle(tenant, now_us)
-            return grant
-        self.charge(tenant, quota, num_tokens, lease_id, windows)
-        return self._standing(tenant, windows, lease_id)[0].grant(quota)
+        with self._account(tenant) as account:
+            grant = judge(quota, num_tokens, account.standing(windows, lease_id), windows)
+            if grant.refused:
+                return grant
+            account.charge(quota, num_tokens, lease_id, windows)
+            return account.standing(windows, lease_id).grant(quota)
 
-    def standing(self, tenant: str, quota: Quota, windows: Sequence[Window]) -> Grant:
-        """Returns where a tenant stands."""
-        standing, now_us = self._standing(tenant, windows)
-        self._forget_idle(tenant, now_us)
-        return standing.grant(quota)
+    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> list[Grant]:
+        return [self._standing(*tenant) for tenant in tenants]
 
-    def _standing(
-        self, tenant: str, windows: Sequence[Window], lease_id: str | None = None
-    ) -> tuple[Standing, int]:
-        """Returns where a tenant stands, without the lease of that id, and the time."""
-        account, now_us = self._account(tenant)
-        num_streams = len(account.leases) - (lease_id in account.leases)
-        ahead_us = account.requests_us - now_us, account.tokens_us - now_us
-        return Standing(num_streams, *ahead_us, account.uses(windows)), now_us
+    def _standing(self, tenant: str, quota: Quota, windows: Sequence[Window]) -> Grant:
+        with self._account(tenant) as account:
+            return account.standing(windows).grant(quota)
 
     def charge(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> None:
         """Counts a request that was let in elsewhere."""
-        account, now_us = self._account(tenant)
-        if quota.requests_per_minute is not None:
-            account.requests_us += cost_us(1, quota.requests_per_minute)
-        if quota.tokens_per_minute is not None:
-            account.tokens_us += cost_us(num_tokens, quota.tokens_per_minute)
-        account.count(windows, 1, num_tokens, now_us)
-        if lease_id:
-            account.lend(lease_id, now_us)
+        with self._account(tenant) as account:
+            account.charge(quota, num_tokens, lease_id, windows)
 
-    def settle(self, tenant: str, quota: Quota, num_tokens: int, windows: Sequence[Window] = ()) -> None:
-        account, now_us = self._account(tenant)
-        if quota.tokens_per_minute is not None:
-            ahead_us = account.tokens_us - now_us + cost_us(num_tokens, quota.tokens_per_minute)
-            account.tokens_us = now_us + min(max(0, ahead_us), MAX_AHEAD_US)
-        account.count([window for window in windows if window.id in account.counts], 0, num_tokens, now_us)
-        self._forget_idle(tenant, now_us)
+    async def settle(
+        self,
+        tenant: str,
+        quota: Quota,
+        num_tokens: int,
+        lease_id: str,  # noqa: ARG002
+        windows: Sequence[Window] = (),
+    ) -> None:
+        with self._account(tenant) as account:
+            if quota.tokens_per_minute is not None:
+                ahead_us = account.tokens_us - account.now_us + cost_us(num_tokens, quota.tokens_per_minute)
+                account.tokens_us = account.now_us + min(max(0, ahead_us), MAX_AHEAD_US)
+            account.count((window for window in windows if window.id in account.counts), 0, num_tokens)
 
-    def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         for tenant, lease_id in leases:
-            account, now_us = self._account(tenant)
-            account.lend(lease_id, now_us)
+            with self._account(tenant) as account:
+                account.lend(lease_id)
         for tenant in list(self._accounts):
-            _, now_us = self._account(tenant)
-            self._forget_idle(tenant, now_us)
+            with self._account(tenant):
+                pass  # so that what is idle by now is forgotten
 
-    def release(self, tenant: str, lease_id: str) -> None:
-        account, now_us = self._account(tenant)
-        account.leases.pop(lease_id, None)
-        self._forget_idle(tenant, now_us)
-
-    def _account(self, tenant: str) -> tuple[_Account, int]:
-        """Returns the tenant's account without expired entries, and the time."""
-        now_us = int(self._clock() * SECOND_US)
-        account = self._accounts.setdefault(tenant, _Account())
-        account.requests_us = max(account.requests_us, now_us)
-        account.tokens_us = max(account.tokens_us, now_us)
-        account.forget_ended(now_us)
-        return account, now_us
-
-    def _forget_idle(self, tenant: str, now_us: int) -> None:
-        account = self._accounts[tenant]
-        is_busy = account.leases or account.counts
-        if not is_busy and account.requests_us <= now_us and account.tokens_us <= now_us:
-            del self._accounts[tenant]
+    async def release(self, tenant: str, lease_id: str) -> None:
+        with self._account(tenant) as account:
+            account.leases.pop(lease_id, None)

@@ -170,8 +170,8 @@ class PrefixChange:
         return self.last_used_s + HALF_LIFE_S * math.log2(1 + max(0, self.hits))
 
 
-class Share(NamedTuple):
-    """A Share is the room for one tenant's records, and its use."""
+class ShareStats(NamedTuple):
+    """A ShareStats is the room for one tenant's records, and its use."""
 
     max_bytes: int
     largest_bytes: int
@@ -202,7 +202,7 @@ class StoreStats:
     num_records: int = 0
     num_bytes: int = 0
     """The bytes of records in this process's memory."""
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, ShareStats] = field(default_factory=dict)
     """The shares of tenants by place: "memory" or "redis"."""
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import AbstractConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.gateway.store.breaker import Breaker
-from penstock.gateway.store.interface import MAX_WAIT_S, StoreUnavailable
+from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.scripts import SCRIPTS
 from penstock.gateway.store.time_budget import NUM_CHECKS, TIME_BUDGET, TimeBudget
 
@@ -29,17 +29,20 @@ MAX_CONNECTIONS = 8
 POOL_WAIT_S = 0.05
 WORK_S = 0.08
 """A call may use so much of `MAX_WAIT_S`; the rest is for ending it."""
-
 MAX_LATE = 2
 """A call is given up when so many times its checks came late because this process did; Redis is not to blame then."""
 
-_TOO_LATE = "it took too long"
+MAX_FAILURES = 5
+"""The breaker opens after so many failures in a row."""
+PROBE_S = 1.0
+"""Nothing is asked for at least so long after the breaker opened, and at most for twice as long."""
 _BACKSTOP_S = 5.0
 """Every call is given up long before; this is for what nobody waits for."""
 
 Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
 """A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
+Item = TypeVar("Item")
 log = logging.getLogger("penstock.store")
 
 
@@ -54,6 +57,51 @@ def batch_of(sizes: Iterable[int], most: int = MAX_COMMANDS) -> int:
     return number
 
 
+def batched(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yields the items, so many at a time as go in one call."""
+    return (items[start : start + MAX_COMMANDS] for start in range(0, len(items), MAX_COMMANDS))
+
+
+class Breaker:
+    """A closed breaker lets all ask, an open one none, and a half open one a single call, whose answer decides."""
+
+    def __init__(self, jitter: Callable[[], float] = random.random) -> None:
+        """`jitter` gives numbers from 0 to 1, so that many servers do not ask at the same moment."""
+        self.state: Literal["closed", "open", "half_open"] = "closed"
+        self._jitter = jitter
+        self._num_failures = 0
+        self._probe_s = 0.0
+
+    def may_call(self, now_s: float) -> bool:
+        """Says whether a call may be made, which then ends with one of `succeeded`, `failed` and `abandoned`."""
+        if self.state == "closed":
+            return True
+        if self.state == "half_open" or now_s < self._probe_s:
+            return False
+        self.state = "half_open"
+        return True
+
+    def succeeded(self) -> None:
+        """Closes the breaker, also for a call from before it opened: Redis answered, after all."""
+        self.state = "closed"
+        self._num_failures = 0
+
+    def failed(self, now_s: float, *, refused: bool = False) -> None:
+        """Counts a failure; if the connection was `refused`, nobody is there, and the breaker opens at once."""
+        self._num_failures += 1
+        if self.state == "half_open" or (
+            self.state == "closed" and (refused or self._num_failures >= MAX_FAILURES)
+        ):
+            self.state = "open"
+            self._probe_s = now_s + PROBE_S * (1 + self._jitter())
+
+    def abandoned(self, now_s: float) -> None:
+        """Lets the next call ask instead: nobody waits for this one's answer any more."""
+        if self.state == "half_open":
+            self.state = "open"
+            self._probe_s = now_s
+
+
 class Link:
     """A Link leads to the Redis at a URL."""
 
@@ -63,21 +111,17 @@ class Link:
         *,
         client_name: str,
         clock: Callable[[], float] = time.monotonic,
-        breaker: Breaker | None = None,
     ) -> None:
         """Connects later; raises ValueError if the URL is none."""
         self.num_losses = 0
         self.num_calls = 0
         self.num_rejected = 0
         self.failures: Counter[str] = Counter()
-        self.breaker = breaker or Breaker()
+        self.breaker = Breaker()
         self._clock = clock
         self._num_successes = 0
         self._run_id: bytes | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        options = {
-            "max_connections": MAX_CONNECTIONS,
-            "timeout": POOL_WAIT_S,
+        options: dict[str, Any] = {
             "client_name": client_name,
             "protocol": 2,
             "decode_responses": False,
@@ -87,11 +131,8 @@ class Link:
             "retry": Retry(NoBackoff(), 0),
             "redis_connect_func": self._on_connect,
         }
-        self._pool = BlockingConnectionPool.from_url(url, **options)
-        # Once more: what the URL says won, until now.
-        self._pool.connection_kwargs.update(
-            {name: option for name, option in options.items() if name not in ("max_connections", "timeout")}
-        )
+        pool: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "timeout": POOL_WAIT_S}
+        self._pool = BlockingConnectionPool(**{**pool, **parse_url(url), **options})
         self._client = Redis(connection_pool=self._pool)
         self._client.response_callbacks.clear()
 
@@ -107,69 +148,53 @@ class Link:
         """Asks all of them, `MAX_COMMANDS` at a time; raises like `one`, and then some may be done."""
         if not commands:
             return []
-        budget = TIME_BUDGET.get()
-        if budget is not None and not budget.num_checks:
+        budget = TIME_BUDGET.get() or TimeBudget()
+        if not (budget.num_checks and self.breaker.may_call(self._clock())):
             self.num_rejected += 1
-            raise StoreUnavailable("this request has waited for Redis long enough")
-        if not self.breaker.may_call(self._clock()):
-            self.num_rejected += 1
-            raise StoreUnavailable("Redis is gone")
+            raise StoreUnavailable("Redis is gone, or this request has waited for it long enough")
         self.num_calls += 1
-        # A task of its own: who asked may be cancelled, or may no longer wait, and the connection is none the worse.
-        task = asyncio.create_task(self._judged(commands))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        if not await self._ended(task, budget := budget or TimeBudget()):
-            task.cancel("this process was late" if budget.num_checks else _TOO_LATE)
-            budget.num_checks = 0
-            await asyncio.wait([task], timeout=MAX_WAIT_S - WORK_S)
-        if not task.done() or task.cancelled():
-            raise StoreUnavailable("Redis did not answer in time")
-        return task.result()
-
-    async def _ended(self, task: asyncio.Task[Any], budget: TimeBudget) -> bool:
-        """Waits for the task as long as the budget lasts, or until this process was late too often.
-
-        A check that came late itself is not spent: the answer may have come meanwhile, and lie there unread.
-        """
-        check_s, num_late, most_late = WORK_S / NUM_CHECKS, 0, MAX_LATE * budget.num_checks
-        while budget.num_checks and num_late < most_late:
-            begun_s = self._clock()
-            await asyncio.wait([task], timeout=check_s)
-            if task.done():
-                return True
-            if self._clock() - begun_s > 2 * check_s:
-                num_late += 1
-            else:
-                budget.num_checks -= 1
-        return False
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()
-
-    async def _judged(self, commands: Sequence[Command]) -> list[Any]:
-        """Makes the call, and reports its outcome to the breaker once."""
         num_successes = self._num_successes
+        task = asyncio.create_task(self._ask_in_pieces(commands))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may look at it
         try:
-            answers = await self._ask_in_pieces(commands)
-        except (RedisError, OSError, TimeoutError) as error:
+            answers = await self._answers(task, budget)
+        except (RedisError, OSError) as error:
             self._failed(error, is_news=num_successes == self._num_successes)
             raise StoreUnavailable(f"Redis: {_kind(error)}") from error
-        except asyncio.CancelledError as cancelled:
-            if cancelled.args != (_TOO_LATE,):
-                self.breaker.abandoned(self._clock())
-                raise
-            self._failed(TimeoutError(), is_news=num_successes == self._num_successes)
-            raise StoreUnavailable("Redis: timeout") from None
+        except BaseException:  # this process was late, or nobody waits for the answer any more
+            self.breaker.abandoned(self._clock())
+            raise
+        finally:
+            task.cancel()  # redis-py closes a connection that is left in the middle of an answer
         self._succeeded()
         return answers
 
+    async def _answers(self, task: asyncio.Task[list[Any]], budget: TimeBudget) -> list[Any]:
+        """Waits for the task as long as the budget lasts.
+
+        A check that came late itself is not spent: the answer may have come meanwhile, and lie there unread.
+
+        Raises:
+            TimeoutError: the budget is spent.
+            StoreUnavailable: this process was late too often.
+        """
+        check_s, num_late, most_late = WORK_S / NUM_CHECKS, 0, MAX_LATE * budget.num_checks
+        while budget.num_checks:
+            begun_s = self._clock()
+            await asyncio.wait([task], timeout=check_s)
+            if task.done():
+                return task.result()
+            if self._clock() - begun_s <= 2 * check_s:
+                budget.num_checks -= 1
+            elif (num_late := num_late + 1) == most_late:
+                budget.num_checks = 0
+                raise StoreUnavailable("this process was late")
+        raise TimeoutError
+
     async def _ask_in_pieces(self, commands: Sequence[Command]) -> list[Any]:
         answers: list[Any] = []
-        for start in range(0, len(commands), MAX_COMMANDS):
-            answers += await self._ask(commands[start : start + MAX_COMMANDS])
+        for some in batched(commands):
+            answers += await self._ask(some)
         return answers
 
     async def _ask(self, commands: Sequence[Command]) -> list[Any]:
@@ -223,10 +248,7 @@ class Link:
             log.warning("Redis is gone (%s): memory stands in for it", kind)
 
     async def aclose(self) -> None:
-        """Ends calls in progress and closes all connections."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Closes all connections, those of calls in progress too."""
         await self._pool.disconnect()
 
 

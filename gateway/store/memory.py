@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from penstock.gateway.store.gcra import LocalQuotas
-from penstock.gateway.store.interface import Grant, Key, Quota, Share, StoreStats, Window
+from penstock.gateway.store.interface import Key, ShareStats, StoreStats
 
 MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
@@ -33,8 +33,8 @@ class Entry:
 
 
 @dataclass(slots=True)
-class _Share:
-    """A _Share is what one tenant has."""
+class _TenantRecords:
+    """A _TenantRecords is what one tenant has."""
 
     num_bytes: int = 0
     used: OrderedDict[Key, None] = field(default_factory=OrderedDict)
@@ -53,7 +53,7 @@ class LocalRecords:
         self.max_bytes = max_bytes
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _TenantRecords] = {}
         """The shares by tenant, none of which is empty."""
         self._expiries: builtins.list[tuple[float, Key]] = []
         """A heap of times at which something may expire: those that an entry was given since, too."""
@@ -86,7 +86,7 @@ class LocalRecords:
         entry = Entry(value, self._clock() + ttl_s)
         if entry.num_bytes > self.max_bytes or ttl_s <= 0:
             return
-        share = self._shares.setdefault(key.tenant, _Share())
+        share = self._shares.setdefault(key.tenant, _TenantRecords())
         share.used[key] = share.ids[key.kind][key.id] = None
         share.num_bytes += entry.num_bytes
         self.num_bytes += entry.num_bytes
@@ -152,14 +152,13 @@ class LocalRecords:
             self.num_evicted += 1
 
 
-class MemoryStore:
+class MemoryStore(LocalQuotas):
     """A MemoryStore keeps all in this process. Past `max_bytes` the tenant that has most loses records."""
 
     durable = None
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, max_bytes: int = MAX_BYTES) -> None:
-        self.clock = clock
-        self.quotas = LocalQuotas(clock)
+        super().__init__(clock)
         self.records = LocalRecords(clock, max_bytes)
 
     @asynccontextmanager
@@ -169,15 +168,12 @@ class MemoryStore:
 
     def stats(self) -> StoreStats:
         records = self.records
-        share = Share(
+        share = ShareStats(
             records.max_bytes // max(1, records.num_tenants), records.largest_share, records.num_evicted
         )
         return StoreStats(num_records=len(records), num_bytes=records.num_bytes, shares={"memory": share})
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        return self._read(key, ttl_s)
-
-    def _read(self, key: Key, ttl_s: float | None) -> bytes | None:
         entry = self.records.get(key)
         if entry is None:
             return None
@@ -189,23 +185,23 @@ class MemoryStore:
         self.records.put(key, value, ttl_s)
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        there = self.records.get(key)
-        if there is not None:
-            return there.value
+        entry = self.records.get(key)
+        if entry is not None:
+            return entry.value
         self.records.put(key, value, ttl_s)
         return None
 
     async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
-        there = self.records.get(key)
-        if there is None or there.value != old:
+        entry = self.records.get(key)
+        if entry is None or entry.value != old:
             return False
         self.records.put(key, new, ttl_s)
         return True
 
     async def delete(self, key: Key) -> bool:
-        there = self.records.get(key) is not None
+        exists = self.records.get(key) is not None
         self.records.pop(key)
-        return there
+        return exists
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
         return self.records.list(kind, tenant, limit)
@@ -217,28 +213,4 @@ class MemoryStore:
             self.records.touch(key, ttl_s)
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        return [self._read(key, ttl_s) for key in keys]
-
-    async def reserve(
-        self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
-    ) -> Grant:
-        return self.quotas.reserve(tenant, quota, num_tokens, lease_id, windows)
-
-    async def settle(
-        self,
-        tenant: str,
-        quota: Quota,
-        num_tokens: int,
-        lease_id: str,  # noqa: ARG002
-        windows: Sequence[Window] = (),
-    ) -> None:
-        self.quotas.settle(tenant, quota, num_tokens, windows)
-
-    async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
-        return [self.quotas.standing(*tenant) for tenant in tenants]
-
-    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
-        self.quotas.renew(leases)
-
-    async def release(self, tenant: str, lease_id: str) -> None:
-        self.quotas.release(tenant, lease_id)
+        return [await self.get(key, ttl_s) for key in keys]

@@ -73,11 +73,11 @@ async def join(store: Store, tenant: str, pieces: Pieces, ttl_s: float) -> bytes
         return await store.shared([Key(PIECE, tenant, id_) for id_ in ids], ttl_s)
 
     ids: list[str] = []
-    for own in reversed(pieces.levels):
+    for level in reversed(pieces.levels):
         lists = await read(ids)
-        ids = [id_ for found in lists if found is not None for id_ in found.decode().split()]
+        ids = [id_ for content in lists if content is not None for id_ in content.decode().split()]
         if None in lists:
             return None
-        ids += own
+        ids += level
     contents = [content for content in await read(ids) if content is not None]
     return b"".join(contents) + pieces.rest if len(contents) == len(ids) else None

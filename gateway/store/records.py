@@ -90,8 +90,8 @@ class Records(Generic[T]):
             return await off_loop(len(value), self._codec.validate_json, value)
         except ValidationError as error:
             fault = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, fault["loc"])) or "it"
+            field = ".".join(map(str, fault["loc"])) or "it"
             log.warning(
-                "the %s %s is passed over, for it cannot be read: %s: %s", *key[::2], place, fault["msg"]
+                "the %s %s is passed over, for it cannot be read: %s: %s", *key[::2], field, fault["msg"]
             )
             return None

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from urllib.parse import quote, unquote
 
 from penstock.gateway.off_loop import off_loop
@@ -27,7 +28,7 @@ from penstock.gateway.store.interface import (
     Use,
     Window,
 )
-from penstock.gateway.store.link import MAX_COMMANDS, Argument, Command, Link, log
+from penstock.gateway.store.link import MAX_COMMANDS, Argument, Command, Link, batched, log
 from penstock.gateway.store.packing import (
     TOKEN_BYTES,
     pack,
@@ -128,25 +129,14 @@ class RedisStore(RedisRecords):
         return [answer.decode() for answer in await self.link.all(commands)]
 
     def _write_journal(self, change: JournalChange) -> Command:
-        return self._call(
-            scripts.WRITE_JOURNAL,
-            [
-                *self._journal_keys(change.stream_id),
-                self._key("unfinished"),
-                *(self._key(section, hashed(change.tenant)) for section in _JOURNAL_SHARES),
-            ],
-            self._owner,
-            b"" if change.header is None else pack(change.header),
-            change.offset,
-            pack_tokens(change.token_ids),
-            ms(change.ttl_s),
-            b"" if change.end is None else pack(change.end),
-            change.stream_id,
-            hashed(change.tenant),
-            *self._journal_keys(""),
-            MAX_TENANT_BYTES,
-            RECORD_BYTES,
-        )
+        tenant = hashed(change.tenant)
+        shares = (self._key(section, tenant) for section in _JOURNAL_SHARES)
+        keys = [*self._journal_keys(change.stream_id), self._key("unfinished"), *shares]
+        header, end = (None if part is None else pack(part) for part in (change.header, change.end))
+        written = (header, change.offset, pack_tokens(change.token_ids), ms(change.ttl_s), end)
+        names = (change.stream_id, tenant, *self._journal_keys(""))
+        bounds = (MAX_TENANT_BYTES, RECORD_BYTES)
+        return self._call(scripts.WRITE_JOURNAL, keys, self._owner, *written, *names, *bounds)
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         return next(iter(await self.read_journals([stream_id])), None)
@@ -154,8 +144,8 @@ class RedisStore(RedisRecords):
     async def read_journals(self, stream_ids: Sequence[str]) -> Sequence[Journal]:
         commands = [self._call(scripts.READ_JOURNAL, self._journal_keys(id_)) for id_ in stream_ids]
         answers = zip(stream_ids, await self.link.all(commands), strict=True)
-        found = [await self._journal(stream_id, *answer) for stream_id, answer in answers]
-        return [journal for journal in found if journal is not None]
+        journals = [await self._journal(stream_id, *answer) for stream_id, answer in answers]
+        return [journal for journal in journals if journal is not None]
 
     async def _journal(
         self, stream_id: str, header: bytes | None, end: bytes | None, count: bytes, tokens: bytes | None
@@ -170,21 +160,17 @@ class RedisStore(RedisRecords):
             return None
 
     async def delete_journals(self, stream_ids: Sequence[str]) -> None:
-        unfinished, shares = self._key("unfinished"), [self._key(section, "") for section in _JOURNAL_SHARES]
-        await self.link.all(
-            [
-                self._call(scripts.DELETE_JOURNAL, [*self._journal_keys(id_), unfinished], id_, *shares)
-                for id_ in stream_ids
-            ]
-        )
+        shares = [self._key(section, "") for section in _JOURNAL_SHARES]
+        keys = {id_: [*self._journal_keys(id_), self._key("unfinished")] for id_ in stream_ids}
+        await self.link.all([self._call(scripts.DELETE_JOURNAL, keys[id_], id_, *shares) for id_ in keys])
 
     async def claim(self) -> Sequence[str]:
         await self.beat()  # an event loop that was held up for long let this process seem dead
         keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
         alive_us = int(ALIVE_S * SECOND_US)
         arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)
-        own = await self.link.one(self._call(scripts.CLAIM, keys, *arguments))
-        return [stream_id.decode(errors="replace") for stream_id in own]
+        stream_ids = await self.link.one(self._call(scripts.CLAIM, keys, *arguments))
+        return [stream_id.decode(errors="replace") for stream_id in stream_ids]
 
     def _journal_keys(self, stream_id: str) -> tuple[str, str]:
         return self._key("journal", stream_id), self._key("tokens", stream_id)
@@ -194,17 +180,11 @@ class RedisStore(RedisRecords):
     async def reserve(
         self, tenant: str, quota: Quota, num_tokens: int, lease_id: str, windows: Sequence[Window] = ()
     ) -> Grant:
-        command = self._call(
-            scripts.RESERVE,
-            self._quota_keys(tenant, windows),
-            _cost(1, quota.requests_per_minute),
-            _cost(num_tokens, quota.tokens_per_minute),
-            _most(quota.max_streams),
-            lease_id,
-            int(LEASE_S * SECOND_US),
-            num_tokens,
-            *(argument for window in windows for argument in _bounds(window)),
-        )
+        costs = (_cost(1, quota.requests_per_minute), _cost(num_tokens, quota.tokens_per_minute))
+        lease = (quota.max_streams, lease_id, int(LEASE_S * SECOND_US))
+        bounds = chain.from_iterable((one.max_requests, one.max_tokens, _life_ms(one)) for one in windows)
+        keys = self._quota_keys(tenant, windows)
+        command = self._call(scripts.RESERVE, keys, *costs, *lease, num_tokens, *bounds)
         fits, *counts = await self.link.one(command)
         standing = _standing(counts)
         return standing.grant(quota) if fits else judge(quota, num_tokens, standing, windows)
@@ -224,15 +204,13 @@ class RedisStore(RedisRecords):
         if (limit is None and not windows) or num_tokens == num_requests == 0:
             return
         _, tokens, _, *counts = self._quota_keys(tenant, windows)
-        cost = "" if limit is None else cost_us(num_tokens, limit)
-        lives_ms = [_life_ms(window) for window in windows]
-        await self.link.one(
-            self._call(scripts.SETTLE, [tokens, *counts], cost, num_requests, num_tokens, *lives_ms)
-        )
+        cost = None if limit is None else cost_us(num_tokens, limit)
+        settling = (cost, num_requests, num_tokens, *map(_life_ms, windows))
+        await self.link.one(self._call(scripts.SETTLE, [tokens, *counts], *settling))
 
     async def standings(self, tenants: Sequence[tuple[str, Quota, Sequence[Window]]]) -> builtins.list[Grant]:
         calls = [
-            self._call(scripts.STANDING, self._quota_keys(tenant, windows)) for tenant, _, windows in tenants
+            self._call(scripts.RESERVE, self._quota_keys(tenant, windows)) for tenant, _, windows in tenants
         ]
         answers = await self.link.all(calls)
         return [
@@ -269,22 +247,22 @@ class RedisStore(RedisRecords):
         await self._ensure_beat()
         keys = [self._key("hot"), self._key("resident", self._owner)]
         bounds = (self._key("prefix", ""), MAX_PREFIXES, ms(PREFIX_TTL_S), ms(RESIDENT_TTL_S))
-        commands = []
-        for start in range(0, len(changes), MAX_COMMANDS):
-            arguments: list[Argument] = []
-            for change in changes[start : start + MAX_COMMANDS]:
-                value = pack_prefix(change) if change.resident else b""
-                arguments += [change.hash.hex(), change.last_used_s, change.hotness, value]
-            commands.append(self._call(scripts.WRITE_PREFIXES, keys, *bounds, *arguments))
-        await self.link.all(commands)
+        written = [
+            (one.hash.hex(), one.last_used_s, one.hotness, pack_prefix(one) if one.resident else None)
+            for one in changes
+        ]
+        await self.link.all(
+            [
+                self._call(scripts.WRITE_PREFIXES, keys, *bounds, *chain.from_iterable(some))
+                for some in batched(written)
+            ]
+        )
 
     async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        key = self._key("replicas")
-        bounds = (int(ALIVE_S * SECOND_US), self._key("resident", ""))
-        commands = []
-        for start in range(0, len(hashes), MAX_COMMANDS):
-            names = [block_hash.hex() for block_hash in hashes[start : start + MAX_COMMANDS]]
-            commands.append(self._call(scripts.LOCATE, [key], *bounds, *names))
+        keys, bounds = [self._key("replicas")], (int(ALIVE_S * SECOND_US), self._key("resident", ""))
+        commands = [
+            self._call(scripts.LOCATE, keys, *bounds, *map(bytes.hex, some)) for some in batched(hashes)
+        ]
         held: dict[bytes, int] = {}
         for i, answer in enumerate(await self.link.all(commands)):
             for owner, count in zip(answer[::2], answer[1::2], strict=True):
@@ -297,27 +275,27 @@ class RedisStore(RedisRecords):
         deadline_s = time.monotonic() + MAX_WAIT_S / 2
         hot = self._key("hot")
         names = await self.link.one(("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
-        found: builtins.list[PrefixChange] = []
-        for start in range(0, len(names), MAX_COMMANDS):
+        hottest: builtins.list[PrefixChange] = []
+        for some in batched(names):
             if time.monotonic() > deadline_s:
                 break
-            found += await self._prefixes(names[start : start + MAX_COMMANDS])
-        return found
+            hottest += await self._prefixes(some)
+        return hottest
 
     async def _prefixes(self, names: Sequence[bytes]) -> builtins.list[PrefixChange]:
         """Reads blocks; those of which nothing is written, or nothing right, are no longer hot."""
         keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
-        found, gone = [], []
+        blocks, gone = [], []
         for name, packed in zip(names, await self.link.one(("MGET", *keys)), strict=True):
             try:
-                found.append(unpack_prefix(packed or b""))
+                blocks.append(unpack_prefix(packed or b""))
             except ValueError as error:
                 gone.append(name)
                 if packed is not None:
                     self._note_unreadable(f"the prefix {name!r}", error)
         if gone:
             await self.link.one(("ZREM", self._key("hot"), *gone))
-        return found
+        return blocks
 
     # This process among others
 
@@ -371,18 +349,10 @@ def _name_of(owner: bytes) -> str:
     return unquote(owner.decode().rpartition(":")[0])
 
 
-def _cost(amount: int, limit: int | None) -> Argument:
+def _cost(amount: int, limit: int | None) -> Argument | None:
     if limit is None:
-        return ""
+        return None
     return "never" if amount > limit else cost_us(amount, limit)
-
-
-def _bounds(window: Window) -> tuple[Argument, Argument, Argument]:
-    return _most(window.max_requests), _most(window.max_tokens), _life_ms(window)
-
-
-def _most(limit: int | None) -> Argument:
-    return "" if limit is None else limit
 
 
 def _life_ms(window: Window) -> int:

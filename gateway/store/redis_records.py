@@ -12,7 +12,7 @@ from urllib.parse import quote
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.store import scripts
 from penstock.gateway.store.gcra import SECOND_US
-from penstock.gateway.store.interface import PIECE, Key, Share
+from penstock.gateway.store.interface import PIECE, Key, ShareStats
 from penstock.gateway.store.link import Argument, Command, Link, log
 from penstock.gateway.store.packing import pack, unpack
 
@@ -42,8 +42,8 @@ class RedisRecords:
         """The bytes of each tenant at this process's last write for it."""
 
     @property
-    def share_of_tenants(self) -> Share:
-        return Share(MAX_TENANT_BYTES, max(self._shares.values(), default=0), self._num_evicted)
+    def share_of_tenants(self) -> ShareStats:
+        return ShareStats(MAX_TENANT_BYTES, max(self._shares.values(), default=0), self._num_evicted)
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
         kept = None if ttl_s is None else self._keep("GET", key, ttl_s)
@@ -57,14 +57,11 @@ class RedisRecords:
         records = [record for record in records if record[2] > 0]
         values = [value for _, value, _ in records]
         packed = await off_loop(sum(map(len, values)), lambda: list(map(pack, values)))
-        expected = "none" if only_new else ""
-        answers = await self.link.all(
-            [
-                self._put(key, value, ttl_s, expected)
-                for (key, _, ttl_s), value in zip(records, packed, strict=True)
-            ]
-        )
-        for (key, _, _), answer in zip(records, answers, strict=True):
+        puts = [
+            self._put(key, value, ttl_s, "none" if only_new else None)
+            for (key, _, ttl_s), value in zip(records, packed, strict=True)
+        ]
+        for (key, _, _), answer in zip(records, await self.link.all(puts), strict=True):
             self._is_put(key, answer)
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
@@ -93,30 +90,23 @@ class RedisRecords:
     async def share_all(self, records: Sequence[tuple[Key, bytes, float]]) -> None:
         """Shares records: only those that are not there are sent."""
         there = await self.link.all([self._keep("EXISTS", key, ttl_s) for key, _, ttl_s in records])
-        await self.put_all([record for record, found in zip(records, there, strict=True) if not found])
+        await self.put_all([record for record, is_there in zip(records, there, strict=True) if not is_there])
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        found = await self.link.all([self._keep("GET", key, ttl_s) for key in keys])
-        return [await self._value(key, packed) for key, packed in zip(keys, found, strict=True)]
+        values = await self.link.all([self._keep("GET", key, ttl_s) for key in keys])
+        return [await self._value(key, packed) for key, packed in zip(keys, values, strict=True)]
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
         bounds = (min(limit, MAX_LISTED), self._record(Key(kind, tenant, "")))
         ids = await self.link.one(self._call(scripts.LIST, [self._index(kind, tenant)], *bounds))
         return [id_.decode(errors="replace") for id_ in ids]
 
-    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str) -> Command:
+    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str | None) -> Command:
         kind, counts = quote(key.kind, safe=""), ttl_s >= COUNTED_S and key.kind not in BOUNDED_ELSEWHERE
         beginnings = (self._records_prefix + "record:", self._record(key._replace(id="")))
-        arguments = (
-            kind,
-            key.id,
-            expected,
-            *beginnings,
-            MAX_LISTED,
-            MAX_TENANT_BYTES if counts else "",
-            RECORD_BYTES,
-        )
-        return self._call(scripts.PUT, self._keys_of(key), packed, ms(ttl_s), *arguments)
+        bounds = (MAX_LISTED, MAX_TENANT_BYTES if counts else None, RECORD_BYTES)
+        arguments = (packed, ms(ttl_s), kind, key.id, expected, *beginnings, *bounds)
+        return self._call(scripts.PUT, self._keys_of(key), *arguments)
 
     def _is_put(self, key: Key, answer: Any) -> bool:
         """Returns whether a record was put, from the answer to `_put`."""
@@ -153,9 +143,11 @@ class RedisRecords:
         shares = (f"{self._records_prefix}{section}:{tenant}" for section in ("sizes", "expiries"))
         return record, index, *shares
 
-    def _call(self, script: str, keys: Sequence[str], *arguments: Argument) -> Command:
-        now = "" if self._clock is None else int(self._clock() * SECOND_US)
-        return ("EVALSHA", script, len(keys), *keys, now, *arguments)
+    def _call(self, script: str, keys: Sequence[str], *arguments: Argument | None) -> Command:
+        """Returns the command that calls a script; None is an empty argument."""
+        now = None if self._clock is None else int(self._clock() * SECOND_US)
+        given = ("" if argument is None else argument for argument in (now, *arguments))
+        return ("EVALSHA", script, len(keys), *keys, *given)
 
     def _note_unreadable(self, what: str, error: ValueError) -> None:
         self.num_corrupt += 1

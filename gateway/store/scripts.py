@@ -11,13 +11,7 @@ SCRIPTS: dict[str, str] = {}
 """The scripts by their SHA-1, by which they are called."""
 
 
-def _script(text: str) -> str:
-    sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
-    SCRIPTS[sha] = text
-    return sha
-
-
-_NOW = """
+_LIBRARY = """
 local now = tonumber(ARGV[1])
 if not now then
     local time = redis.call('TIME')
@@ -26,9 +20,6 @@ end
 local function keep(key, ttl_ms)
     if redis.call('PTTL', key) < tonumber(ttl_ms) then redis.call('PEXPIRE', key, ttl_ms) end
 end
-"""
-
-_SHARES = """
 -- A record has a name, KIND:ID. The sizes of a tenant's records are in one hash, with their sum under ''.
 local function forget(sizes, expiries, name)
     local size = redis.call('HGET', sizes, name)
@@ -60,19 +51,33 @@ local function make_room(sizes, expiries, most, remove)
     end
     return {tonumber(redis.call('HGET', sizes, '')), evicted}
 end
-local function live_longer(record, sizes, expiries, name, ttl_ms)
-    keep(record, ttl_ms)
-    if redis.call('ZADD', expiries, 'XX', 'GT', 'CH', now + ttl_ms * 1000, name) == 1 then
-        keep(sizes, ttl_ms)
-        keep(expiries, ttl_ms)
-    end
+local function ahead_of(key)
+    return math.max(0, (tonumber(redis.call('GET', key) or '') or 0) - now)
+end
+local function save(key, ahead)
+    if ahead <= 0 then return redis.call('UNLINK', key) end
+    redis.call('SET', key, string.format('%.0f', now + ahead), 'PX', math.ceil(ahead / 1000) + 1000)
+end
+local function used_of(key)
+    local counts = redis.call('HMGET', key, 'requests', 'tokens')
+    return {tonumber(counts[1] or '') or 0, tonumber(counts[2] or '') or 0}
+end
+local function use(key, used, requests, tokens, ttl_ms)
+    used[1], used[2] = used[1] + requests, math.max(0, used[2] + tokens)
+    redis.call('HSET', key, 'requests', string.format('%.0f', used[1]), 'tokens', string.format('%.0f', used[2]))
+    keep(key, ttl_ms)
 end
 """
 
-PUT = _script(
-    _NOW
-    + _SHARES
-    + """
+
+def _script(text: str) -> str:
+    text = _LIBRARY + text
+    sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+    SCRIPTS[sha] = text
+    return sha
+
+
+PUT = _script("""
 -- KEYS record, index (the record itself if it has none), sizes, expiries
 -- ARGV now, value, ttl_ms, kind, id, what has to be there, beginning of record keys, the same with kind and tenant,
 --      most ids, most bytes (empty if the record does not count), what a record takes beside its value
@@ -101,40 +106,34 @@ return make_room(KEYS[3], KEYS[4], ARGV[10], function(oldest)
     redis.call('UNLINK', ARGV[7] .. kind .. string.sub(ARGV[8], #ARGV[7] + #ARGV[4] + 1) .. id)
     return true
 end)
-"""
-)
+""")
 
-KEEP = _script(
-    _NOW
-    + _SHARES
-    + """
+KEEP = _script("""
 -- KEYS record, index, sizes, expiries  ARGV now, ttl_ms, name, GET or EXISTS
-local found = redis.call(ARGV[4], KEYS[1])
-if found and found ~= 0 then
-    live_longer(KEYS[1], KEYS[3], KEYS[4], ARGV[3], ARGV[2])
+local answer = redis.call(ARGV[4], KEYS[1])
+if answer and answer ~= 0 then
+    keep(KEYS[1], ARGV[2])
     keep(KEYS[2], ARGV[2])
+    if redis.call('ZADD', KEYS[4], 'XX', 'GT', 'CH', now + ARGV[2] * 1000, ARGV[3]) == 1 then
+        keep(KEYS[3], ARGV[2])
+        keep(KEYS[4], ARGV[2])
+    end
 end
-return found
-"""
-)
+return answer
+""")
 
-DELETE = _script(
-    _NOW
-    + _SHARES
-    + """
+DELETE = _script("""
 -- KEYS record, index, sizes, expiries  ARGV now, id, name
 redis.call('ZREM', KEYS[2], ARGV[2])
 forget(KEYS[3], KEYS[4], ARGV[3])
 return redis.call('UNLINK', KEYS[1])
-"""
-)
+""")
 
-LIST = _script(
-    """
+LIST = _script("""
 -- KEYS index  ARGV (now), most ids, prefix of records
-local found, start = {}, 0
+local existing, start = {}, 0
 local most = tonumber(ARGV[2])
-while #found < most do
+while #existing < most do
     local ids = redis.call('ZREVRANGE', KEYS[1], start, start + 99)
     if #ids == 0 then break end
     for _, id in ipairs(ids) do
@@ -142,28 +141,24 @@ while #found < most do
             redis.call('ZREM', KEYS[1], id)
         else
             start = start + 1
-            if #found < most then found[#found + 1] = id end
+            if #existing < most then existing[#existing + 1] = id end
         end
     end
 end
-return found
-"""
-)
+return existing
+""")
 
-WRITE_JOURNAL = _script(
-    _NOW
-    + _SHARES
-    + """
+WRITE_JOURNAL = _script("""
 -- KEYS journal, tokens, unfinished, sizes, expiries
 -- ARGV now, owner, header, offset, tokens, ttl_ms, end, stream, hash of the tenant, beginning of journal keys, of token
 --      keys, most bytes of the tenant's journals, what one takes beside its content
 -- Those that have ended make room for others; where they do not suffice, no new one is begun.
-local known = redis.call('HMGET', KEYS[1], 'end', 'owner')
+local before = redis.call('HMGET', KEYS[1], 'end', 'owner')
 local offset = tonumber(ARGV[4])
-if known[1] then return 'ended' end
-if not known[2] and ARGV[3] == '' then return 'missing' end
-if known[2] and known[2] ~= ARGV[2] then return 'foreign' end
-if not known[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
+if before[1] then return 'ended' end
+if not before[2] and ARGV[3] == '' then return 'missing' end
+if before[2] and before[2] ~= ARGV[2] then return 'foreign' end
+if not before[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
 local count = math.floor(redis.call('STRLEN', KEYS[2]) / 4)
 if offset > count then return 'gap' end
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2], 'tenant', ARGV[9]) end
@@ -185,37 +180,28 @@ local left = make_room(KEYS[4], KEYS[5], ARGV[12], function(oldest)
     redis.call('UNLINK', ARGV[10] .. oldest, ARGV[11] .. oldest)
     return true
 end)
-if known[2] or left[1] <= tonumber(ARGV[12]) then return 'written' end
+if before[2] or left[1] <= tonumber(ARGV[12]) then return 'written' end
 redis.call('UNLINK', KEYS[1], KEYS[2])
 redis.call('ZREM', KEYS[3], ARGV[8])
 forget(KEYS[4], KEYS[5], ARGV[8])
 return 'full'
-"""
-)
+""")
 
-DELETE_JOURNAL = _script(
-    _NOW
-    + _SHARES
-    + """
+DELETE_JOURNAL = _script("""
 -- KEYS journal, tokens, unfinished  ARGV now, stream, beginning of keys of sizes, of expiries
 local tenant = redis.call('HGET', KEYS[1], 'tenant')
 if tenant then forget(ARGV[3] .. tenant, ARGV[4] .. tenant, ARGV[2]) end
 redis.call('ZREM', KEYS[3], ARGV[2])
 redis.call('UNLINK', KEYS[1], KEYS[2])
-"""
-)
+""")
 
-READ_JOURNAL = _script(
-    """
+READ_JOURNAL = _script("""
 -- KEYS journal, tokens
-local known = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
-return {known[1], known[2], known[3], redis.call('GET', KEYS[2])}
-"""
-)
+local fields = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
+return {fields[1], fields[2], fields[3], redis.call('GET', KEYS[2])}
+""")
 
-CLAIM = _script(
-    _NOW
-    + """
+CLAIM = _script("""
 -- KEYS unfinished, replicas, since  ARGV now, owner, owner up to its epoch, alive_us, prefix of journals, most
 local alive_us = tonumber(ARGV[4])
 local function lives(owner)
@@ -227,7 +213,7 @@ if not lives(ARGV[2]) then return {} end
 local since = tonumber(redis.call('GET', KEYS[3]) or '')
 local too_early = not since or now - since < alive_us
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local own = {}
+local claimed = {}
 for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
     local owner = redis.call('HGET', ARGV[5] .. stream, 'owner')
     if not owner then
@@ -236,21 +222,18 @@ for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
         local same_name = string.sub(owner, 1, #ARGV[3]) == ARGV[3]
         if same_name or not (too_early or lives(owner)) then
             if owner ~= ARGV[2] then redis.call('HSET', ARGV[5] .. stream, 'owner', ARGV[2]) end
-            own[#own + 1] = stream
+            claimed[#claimed + 1] = stream
         end
     end
 end
-return own
-"""
-)
+return claimed
+""")
 
-BEAT = _script(
-    _NOW
-    + """
+BEAT = _script("""
 -- KEYS replicas, since, resident  ARGV now, owner, owner up to its epoch, alive_us, first, ttl_ms of resident
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('SET', KEYS[2], string.format('%.0f', now)) end
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[4])
-local known = redis.call('ZSCORE', KEYS[1], ARGV[2])
+local before = redis.call('ZSCORE', KEYS[1], ARGV[2])
 for _, other in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
     if other ~= ARGV[2] and string.sub(other, 1, #ARGV[3]) == ARGV[3] then
         if ARGV[5] == '1' then redis.call('ZREM', KEYS[1], other) else return {'replaced', ''} end
@@ -260,38 +243,15 @@ redis.call('ZADD', KEYS[1], now, ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[2], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
-return {known and 'known' or 'new', redis.call('GET', KEYS[2])}
-"""
-)
+return {before and 'known' or 'new', redis.call('GET', KEYS[2])}
+""")
 
-_AHEAD = """
-local function ahead_of(key)
-    return math.max(0, (tonumber(redis.call('GET', key) or '') or 0) - now)
-end
-local function save(key, ahead)
-    if ahead <= 0 then return redis.call('UNLINK', key) end
-    redis.call('SET', key, string.format('%.0f', now + ahead), 'PX', math.ceil(ahead / 1000) + 1000)
-end
-"""
-
-_USED = """
-local function used_of(key)
-    local counts = redis.call('HMGET', key, 'requests', 'tokens')
-    return {tonumber(counts[1] or '') or 0, tonumber(counts[2] or '') or 0}
-end
-local function use(key, used, requests, tokens, ttl_ms)
-    used[1], used[2] = used[1] + requests, math.max(0, used[2] + tokens)
-    redis.call('HSET', key, 'requests', string.format('%.0f', used[1]), 'tokens', string.format('%.0f', used[2]))
-    keep(key, ttl_ms)
-end
-"""
-
-_STANDING = (
-    _NOW
-    + _AHEAD
-    + _USED
-    + """
+RESERVE = _script("""
 -- KEYS requests, tokens, leases, windows...
+-- ARGV now, cost of the request, of its tokens, most streams, lease (empty if it needs none), lease_us, tokens,
+--      then each window's most requests, most tokens (empty if there is no bound) and ttl_ms
+-- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has times and counts as they were
+-- before, if it is refused, and as they are now, if it is not. With the time alone, nothing is reserved.
 local ahead = {ahead_of(KEYS[1]), ahead_of(KEYS[2])}
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 local streams = redis.call('ZCARD', KEYS[3])
@@ -305,18 +265,7 @@ local function standing(fits)
     end
     return answer
 end
-"""
-)
-
-STANDING = _script(_STANDING + "return standing(1)")
-
-RESERVE = _script(
-    _STANDING
-    + """
--- ARGV now, cost of the request, of its tokens, most streams, lease (empty if it needs none), lease_us, tokens,
---      then each window's most requests, most tokens (empty if there is no bound) and ttl_ms
--- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has times and counts as they were
--- before, if it is refused, and as they are now, if it is not.
+if #ARGV == 1 then return standing(1) end
 if redis.call('ZSCORE', KEYS[3], ARGV[5]) then streams = streams - 1 end
 local fits = ARGV[4] == '' or streams < tonumber(ARGV[4])
 for i = 1, 2 do
@@ -344,32 +293,22 @@ if fits then
     end
 end
 return standing(fits and 1 or 0)
-"""
-)
+""")
 
-SETTLE = _script(
-    _NOW
-    + _AHEAD
-    + _USED
-    + """
+SETTLE = _script("""
 -- KEYS tokens, windows...  ARGV now, cost (empty if there is no bound), requests, tokens, then each window's ttl_ms
 if ARGV[2] ~= '' then save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000)) end
 for i = 2, #KEYS do use(KEYS[i], used_of(KEYS[i]), ARGV[3], ARGV[4], ARGV[3 + i]) end
-"""
-)
+""")
 
-RENEW = _script(
-    _NOW
-    + """
+RENEW = _script("""
 -- KEYS leases  ARGV now, lease_us, lease...
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[2] / 1000)
-"""
-)
+""")
 
-WRITE_PREFIXES = _script(
-    """
+WRITE_PREFIXES = _script("""
 -- KEYS hot, resident  ARGV (now), prefix of prefixes, most, ttl_ms, ttl_ms of resident,
 --                          then each one's hash, last use, hotness and value, which is empty if it is gone
 for i = 6, #ARGV, 4 do
@@ -389,12 +328,9 @@ end
 redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
-"""
-)
+""")
 
-LOCATE = _script(
-    _NOW
-    + """
+LOCATE = _script("""
 -- KEYS replicas  ARGV now, alive_us, prefix of residents, hash...
 local answer = {}
 for _, owner in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now - ARGV[2]), '+inf')) do
@@ -407,5 +343,4 @@ for _, owner in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format
     answer[#answer + 1] = count
 end
 return answer
-"""
-)
+""")

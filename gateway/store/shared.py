@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.store.interface import (
@@ -29,6 +30,8 @@ FLUSH_S = 0.03
 """The time for which a put waits for others to be sent with it."""
 MAX_DIRTY = 100_000
 CLOSE_S = 1.0
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class Pending:
         return len(self.value or b"")
 
 
-class Backlog:
-    """A Backlog is what Redis does not know of yet, the newest of each key; when there is too much the oldest go."""
+class WriteBuffer:
+    """A WriteBuffer holds what Redis does not know of yet, the newest of each key; if it is too much, the oldest go."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -58,6 +61,9 @@ class Backlog:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
 
     def get(self, key: Key) -> Pending | None:
         return self._entries.get(key)
@@ -117,8 +123,8 @@ class SharedStore:
         self.local = local
         self.remote = remote
         self._clock = local.clock
-        self._backlog = Backlog(max_dirty, max_dirty_bytes)
-        self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._buffer = WriteBuffer(max_dirty, max_dirty_bytes)
+        self._releases: dict[tuple[str, str], None] = {}
         self._unshared: dict[str, int] = {}
         """The tokens reserved by lease while Redis was gone, still to be written to it."""
         self._unsure: dict[tuple[str, str], None] = {}
@@ -127,7 +133,6 @@ class SharedStore:
         """What tenants used of windows while Redis was gone, by tenant and window, still to be written to it."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
-        self._is_closing = False
 
     @property
     def durable(self) -> RedisStore:
@@ -137,8 +142,8 @@ class SharedStore:
         local, remote = self.local.stats(), self.remote.stats()
         return replace(
             remote,
-            num_dirty=len(self._backlog) + len(self._releases) + len(self._owed),
-            num_dropped=self._backlog.num_dropped,
+            num_dirty=len(self._buffer) + len(self._releases) + len(self._owed),
+            num_dropped=self._buffer.num_dropped,
             num_records=local.num_records,
             num_bytes=local.num_bytes,
             shares={**local.shares, **remote.shares},
@@ -147,7 +152,7 @@ class SharedStore:
     # Records
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        if self._is_known_better(key):
+        if key in self._buffer:
             return await self._get_local(key, ttl_s)
         num_losses = self.remote.num_losses
         try:
@@ -155,38 +160,34 @@ class SharedStore:
             await self._look_for_losses(key, value)
         except StoreUnavailable:
             value = await self.local.get(key, ttl_s)
-            if value is None and not self._is_known_better(key):
+            if value is None and key not in self._buffer:
                 raise
             return value
-        if self._is_known_better(key) or self._was_lost(value, num_losses):
+        if key in self._buffer or self._was_lost(value, num_losses):
             return await self._get_local(key, ttl_s)
         await self._remember(key, value, ttl_s)
         return value
 
-    async def _look_for_losses(self, key: Key, found: bytes | None) -> None:
+    async def _look_for_losses(self, key: Key, value: bytes | None) -> None:
         """Finds out whether Redis was emptied since the last beat: what it lacks and this process has gives that away.
 
         Raises StoreUnavailable if it cannot be asked.
         """
-        if found is None and self.local.records.peek(key) is not None:
+        if value is None and self.local.records.peek(key) is not None:
             await self.remote.beat()
         self._notice_losses()
 
-    def _was_lost(self, found: bytes | None, num_losses: int) -> bool:
+    def _was_lost(self, value: bytes | None, num_losses: int) -> bool:
         """Whether Redis may have lost what was not found, since it had so many losses; by now it may have it again."""
-        return found is None and self.remote.num_losses != num_losses
-
-    def _is_known_better(self, key: Key) -> bool:
-        """Returns whether Redis lacks what memory has."""
-        return self._backlog.get(key) is not None
+        return value is None and self.remote.num_losses != num_losses
 
     async def _get_local(self, key: Key, ttl_s: float | None) -> bytes | None:
         value = await self.local.get(key, ttl_s)
-        pending = self._backlog.get(key)
+        pending = self._buffer.get(key)
         if pending is None:
             return value
         if ttl_s is not None:
-            self._backlog.put(key, pending := replace(pending, expires_s=self._clock() + ttl_s))
+            self._buffer.put(key, pending := replace(pending, expires_s=self._clock() + ttl_s))
         return pending.value if pending.expires_s > self._clock() else None
 
     async def _remember(self, key: Key, value: bytes | None, ttl_s: float | None) -> None:
@@ -203,13 +204,13 @@ class SharedStore:
         self._later(key, Pending(value, self._clock() + ttl_s))
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        if not self._is_known_better(key):
+        if key not in self._buffer:
             num_losses = self.remote.num_losses
             with suppress(StoreUnavailable):
                 there = await self.remote.add(key, value, ttl_s)
                 with suppress(StoreUnavailable):
                     await self._look_for_losses(key, there)
-                if not self._is_known_better(key) and not self._was_lost(there, num_losses):
+                if key not in self._buffer and not self._was_lost(there, num_losses):
                     await self._remember(key, value if there is None else there, ttl_s)
                     return there
                 if (ours := await self._get_local(key, None)) is not None:
@@ -225,11 +226,11 @@ class SharedStore:
 
         Redis hears before of all that was put before: the new value may speak of it, and outlive this process.
         """
-        if not self._is_known_better(key):
+        if key not in self._buffer:
             with suppress(StoreUnavailable):
                 await self.flush()
                 is_done = await self.remote.replace(key, old, new, ttl_s)
-                if is_done and not self._is_known_better(key):
+                if is_done and key not in self._buffer:
                     await self.local.put(key, new, ttl_s)
                 return is_done
         if await self._get_local(key, None) != old:
@@ -239,7 +240,7 @@ class SharedStore:
 
     async def delete(self, key: Key) -> bool:
         """Deletes a record, as soon as can be; raises StoreUnavailable if nobody knows whether there was one."""
-        pending = self._backlog.get(key)
+        pending = self._buffer.get(key)
         there = await self.local.delete(key) or (pending is not None and pending.value is not None)
         is_known = there or pending is not None
         deleted = Pending(None, float("inf"))
@@ -247,17 +248,17 @@ class SharedStore:
         if is_known:
             return there
         there = await self.remote.delete(key)
-        self._backlog.done(key, deleted)
+        self._buffer.done(key, deleted)
         return there
 
     async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
-        pending = self._backlog.of(kind, tenant)
+        pending = self._buffer.of(kind, tenant)
         try:
             ids = await self.remote.list(kind, tenant, limit + len(pending))
         except StoreUnavailable:
             return await self.local.list(kind, tenant, limit)
         self._notice_losses()
-        pending = self._backlog.of(kind, tenant)
+        pending = self._buffer.of(kind, tenant)
         newest = [id_ for id_ in reversed(pending) if pending[id_].value is not None]
         return list(dict.fromkeys(newest + [id_ for id_ in ids if id_ not in pending]))[:limit]
 
@@ -267,19 +268,19 @@ class SharedStore:
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
         """Reads pieces; one that is here is right, for nobody changes it, and Redis is told that it is still wanted."""
-        found = dict(zip(keys, await self.local.shared(keys, ttl_s), strict=True))
-        elsewhere = [key for key, value in found.items() if value is None]
-        for key, value in found.items():
+        values = dict(zip(keys, await self.local.shared(keys, ttl_s), strict=True))
+        elsewhere = [key for key, value in values.items() if value is None]
+        for key, value in values.items():
             if value is not None:
                 self._later(key, Pending(value, self._clock() + ttl_s, only_new=True))
         for key, value in zip(elsewhere, await self.remote.shared(elsewhere, ttl_s), strict=True):
-            found[key] = value
+            values[key] = value
             if value is not None:
                 await self.local.share(key, value, ttl_s)
-        return [found[key] for key in keys]
+        return [values[key] for key in keys]
 
     def _later(self, key: Key, pending: Pending) -> None:
-        self._backlog.put(key, pending)
+        self._buffer.put(key, pending)
         self._work.set()
 
     # Quotas
@@ -294,16 +295,12 @@ class SharedStore:
             if grant.refused is None and not lease_id:
                 self._owe(tenant, windows, Use(1, num_tokens))
             elif grant.refused is None:
-                self._unshared[lease_id] = num_tokens
-                self._unsure[tenant, lease_id] = None
-                if len(self._unshared) > MAX_DIRTY:
-                    del self._unshared[next(iter(self._unshared))]
-                if len(self._unsure) > MAX_DIRTY:
-                    del self._unsure[next(iter(self._unsure))]
+                _note(self._unshared, lease_id, num_tokens)
+                _note(self._unsure, (tenant, lease_id), None)
                 self._work.set()
             return grant
         if grant.refused is None:
-            self.local.quotas.charge(tenant, quota, num_tokens, lease_id, windows)
+            self.local.charge(tenant, quota, num_tokens, lease_id, windows)
         return grant
 
     async def settle(
@@ -349,9 +346,7 @@ class SharedStore:
         try:
             await self.remote.release(tenant, lease_id)
         except StoreUnavailable:
-            self._releases[tenant, lease_id] = None
-            while len(self._releases) > MAX_DIRTY:
-                self._releases.popitem(last=False)
+            _note(self._releases, (tenant, lease_id), None)
             self._work.set()
 
     # What it does by itself
@@ -367,23 +362,19 @@ class SharedStore:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Writes behind and beats; at the end what is left is written, if that can be done within `CLOSE_S`."""
-        self._is_closing = False
         async with self.remote.running():
             await self._beat_if_possible()
-            flushing = asyncio.create_task(self._flush_always())
+            beating = every(HEARTBEAT_S, self._beat_if_possible, "the heartbeat")
             try:
-                async with meanwhile(every(HEARTBEAT_S, self._beat_if_possible, "the heartbeat")):
+                async with meanwhile(beating), meanwhile(self._flush_always()):
                     yield
             finally:
-                self._is_closing = True
-                self._work.set()
-                await flushing
                 with suppress(StoreUnavailable, TimeoutError):
                     async with asyncio.timeout(CLOSE_S):
                         await self.flush()
 
     async def _flush_always(self) -> None:
-        while not self._is_closing:
+        while True:
             await self._work.wait()
             await asyncio.sleep(FLUSH_S)
             self._work.clear()
@@ -398,7 +389,7 @@ class SharedStore:
     async def flush(self) -> None:
         """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""
         await self._make_sure()
-        while batch := self._backlog.batch():
+        while batch := self._buffer.batch():
             await self._write(batch)
             self._notice_losses()
         while leases := list(self._releases)[:MAX_COMMANDS]:
@@ -409,7 +400,7 @@ class SharedStore:
             (tenant, _), (window, use) = self._owed.popitem()
             try:
                 await self.remote.settle(tenant, Quota(), use.tokens, "", [window], num_requests=use.requests)
-            except StoreUnavailable:
+            except BaseException:  # also if this is cancelled
                 self._owe(tenant, [window], use)
                 raise
 
@@ -433,10 +424,10 @@ class SharedStore:
             await self.remote.delete_all([key for key, pending in batch.items() if pending.value is None])
         except StoreUnavailable:
             for key in batch:
-                self._backlog.postpone(key)
+                self._buffer.postpone(key)
             raise
         for key, pending in batch.items():
-            self._backlog.done(key, pending)
+            self._buffer.done(key, pending)
 
     def _notice_losses(self) -> None:
         """Gives a Redis that lost what it had what is here, unless another replica put it meanwhile."""
@@ -444,6 +435,13 @@ class SharedStore:
             return
         self._num_losses_seen = self.remote.num_losses
         for key, entry in self.local.records.items():
-            if self._backlog.get(key) is None:
-                self._backlog.put(key, Pending(entry.value, entry.expires_s, only_new=True))
+            if key not in self._buffer:
+                self._buffer.put(key, Pending(entry.value, entry.expires_s, only_new=True))
         self._work.set()
+
+
+def _note(entries: dict[K, V], key: K, value: V) -> None:
+    """Enters a value among at most MAX_DIRTY: the oldest goes."""
+    entries[key] = value
+    if len(entries) > MAX_DIRTY:
+        del entries[next(iter(entries))]

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.frames import (
     DONE,
-    KEEPALIVE,
-    EventWriter,
+    ReplyWriter,
+    StreamedChoice,
     ascii_json,
-    error_frame,
     timings_of,
     usage_of,
 )
@@ -39,7 +37,6 @@ from penstock.gateway.wire.parsing import (
     CallBegun,
     Piece,
     ReasoningDelta,
-    ReplyParser,
     TextDelta,
     answer_of,
 )
@@ -69,22 +66,17 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The state of one choice of a stream."""
-
+@dataclass(slots=True, kw_only=True)
+class _ChunkedChoice(StreamedChoice):
     index: int
-    parser: ReplyParser
     start: str
     """The beginning of each of its chunks."""
-    around: Mapping[type[Piece], tuple[str, str]]
-    """The chunk before and after the text of a piece, by the piece's type."""
     has_called: bool = False
     offsets: TextOffsets | None = None
     """The places of its tokens, where they are said."""
 
 
-class CompletionWriter(EventWriter, ABC):
+class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
     """The `gateway.wire.writing.Writer` of chat or text completions, as far as both share it."""
 
     name: str
@@ -95,8 +87,8 @@ class CompletionWriter(EventWriter, ABC):
     texts: Mapping[type[Piece], tuple[str, str]]
     """The delta before and after the text of a piece that is text, by the piece's type."""
     empty_delta: str
-    keepalive = KEEPALIVE
     tail = DONE
+    _choices: list[_ChunkedChoice]
 
     def __init__(
         self,
@@ -114,8 +106,7 @@ class CompletionWriter(EventWriter, ABC):
             usage_so_far: every chunk has the usage, not the last one alone.
             is_recorded: every event has its number as its id.
         """
-        super().__init__(is_recorded=is_recorded)
-        self.opens_early = is_recorded
+        self.opens_early = self._is_numbered = is_recorded
         self._tokens = tokens
         self._names: TokenName = TOKEN_NUMBERS if extras.token_numbers else tokens
         """The names of tokens in log probabilities."""
@@ -128,9 +119,8 @@ class CompletionWriter(EventWriter, ABC):
         """The beginning of every chunk."""
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
-        self._choices: list[_Choice] = []
         self._num_open = 0
-        self._last: tuple[_Choice, FinishReason] | None = None
+        self._ended: tuple[_ChunkedChoice, FinishReason] | None = None
         """The choice that ended last, and why."""
 
     # What differs
@@ -150,11 +140,13 @@ class CompletionWriter(EventWriter, ABC):
         """Returns the members with token ids for a chunk's choice, and those for the chunk itself."""
         if not self._extras.token_ids:
             return "", ""
-        own, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids
-        return own, _member("prompt_token_ids", prompt) if prompt else ""
+        of_choice, prompt = _member("token_ids", delta.token_ids), delta.prompt_token_ids
+        return of_choice, _member("prompt_token_ids", prompt) if prompt else ""
 
     @abstractmethod
-    def logprobs(self, reply: Counts, delta: Delta, choice: _Choice | None = None) -> dict[str, object]:
+    def logprobs(
+        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
+    ) -> dict[str, object]:
         """Returns the log probabilities of the next tokens of a streamed choice, or of all tokens of a whole one.
 
         Lists that may be large are iterators.
@@ -175,23 +167,11 @@ class CompletionWriter(EventWriter, ABC):
         first = f'{self.first_delta},"logprobs":null{self._tail}'
         return [self._frame(choice.start + first) for choice in self._choices if self.first_delta]
 
-    def _begun(self, index: int) -> _Choice:
+    def _begun(self, index: int) -> _ChunkedChoice:
         start, tail = f'{self._opening},"choices":[{{"index":{index},', f',"logprobs":null{self._tail}'
         around = {kind: (start + before, after + tail) for kind, (before, after) in self.texts.items()}
-        return _Choice(index, self._reading.parser(self._head.id, index), start, around)
-
-    def text(self, index: int, text: str) -> list[bytes]:
-        choice = self._choices[index]
-        pieces = choice.parser.feed(text)
-        if len(pieces) == 1:
-            (piece,) = pieces
-            if not isinstance(piece, CallBegun) and (around := choice.around.get(type(piece))):
-                frame = f"{around[0]}{encode_basestring_ascii(piece.text)}{around[1]}"
-                if self._is_numbered:  # not by `_frame`: a call for every token
-                    frame = f"id: {self._number}\n{frame}"
-                    self._number += 1
-                return [frame.encode("ascii")]
-        return self._chunks(choice, pieces)
+        parser = self._reading.parser(self._head.id, index)
+        return _ChunkedChoice(parser=parser, around=around, index=index, start=start)
 
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
         choice = self._choices[index]
@@ -206,7 +186,7 @@ class CompletionWriter(EventWriter, ABC):
             self._num_open -= 1
             if self._num_open:
                 return [*frames, self._finish(choice, delta.finish_reason, "")]
-            self._last = choice, delta.finish_reason
+            self._ended = choice, delta.finish_reason
         return frames
 
     def _note_usage(self, reply: Counts) -> None:
@@ -215,41 +195,36 @@ class CompletionWriter(EventWriter, ABC):
             self._tail = self._tail_of("null", "")
 
     def _chunks(
-        self, choice: _Choice, pieces: Sequence[Piece], known: str = "null", beside: str = ""
+        self, choice: _ChunkedChoice, pieces: Sequence[Piece], members: str = "null", beside: str = ""
     ) -> list[bytes]:
         """Returns a chunk for each piece.
 
         Args:
-            known: the log probabilities of their tokens, and what else the choice says of them; they go with the
+            members: the log probabilities of their tokens, and what else the choice says of them; they go with the
                 first piece, or alone.
             beside: the members about these tokens that stand beside the choices.
         """
         deltas = [self.piece(piece) for piece in pieces]
-        if not deltas and known != "null":
+        if not deltas and members != "null":
             deltas = [self.empty_delta]
         choice.has_called |= any(isinstance(piece, CallBegun) for piece in pieces)
         chunks = [f'{choice.start}{delta},"logprobs":null{self._tail}' for delta in deltas]
-        if deltas and (known != "null" or beside):
-            chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{known}{self._tail_of("null", beside)}'
+        if deltas and (members != "null" or beside):
+            chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{members}{self._tail_of("null", beside)}'
         return list(map(self._frame, chunks))
 
-    def end(self, reply: Counts) -> list[bytes]:
-        """Returns the end of the choice that ended last, which has the timings, and the usage; or the error."""
-        if reply.error is not None:
-            return [error_frame(reply.error)]
+    def _last(self, reply: Counts) -> list[bytes]:
+        """Returns the end of the choice that ended last, which has the timings, and the usage."""
         frames = []
-        if self._last is not None:
+        if self._ended is not None:
             timings = timings_of(reply)
-            frames.append(self._finish(*self._last, f',"timings":{json.dumps(timings)}' if timings else ""))
+            frames.append(self._finish(*self._ended, f',"timings":{json.dumps(timings)}' if timings else ""))
         if self._include_usage:
             usage = json.dumps(usage_of(reply))
             frames.append(self._frame(f'{self._opening},"choices":[],"usage":{usage}}}\n\n'))
         return frames
 
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
-        return error_frame(error) + DONE
-
-    def _finish(self, choice: _Choice, reason: FinishReason, extra: str) -> bytes:
+    def _finish(self, choice: _ChunkedChoice, reason: FinishReason, extra: str) -> bytes:
         called = self.called if choice.has_called else None
         tail = self._tail_of(f'"{finish_reason(reason, called)}"', extra)
         return self._frame(f'{choice.start}{self.empty_delta},"logprobs":null{tail}')
@@ -336,7 +311,7 @@ class ChatWriter(CompletionWriter):
         self,
         reply: Counts,  # noqa: ARG002
         delta: Delta,
-        choice: _Choice | None = None,  # noqa: ARG002
+        choice: _ChunkedChoice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
         content = logprob_entries(self._names, delta, self._extras.num_top)
         return {"content": content, "refusal": None}
@@ -361,7 +336,9 @@ class TextWriter(CompletionWriter):
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         return "".join(super().token_ids(delta)), ""
 
-    def logprobs(self, reply: Counts, delta: Delta, choice: _Choice | None = None) -> dict[str, object]:
+    def logprobs(
+        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
+    ) -> dict[str, object]:
         token_ids = [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
         offsets = None if choice is None else choice.offsets
         if offsets is None:

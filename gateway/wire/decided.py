@@ -11,8 +11,8 @@ from penstock.gateway.wire.questions import Option, Question
 from penstock.gateway.wire.writing import Counts, Outputs
 
 
-class _Writer:
-    """Makes answers of the log probabilities of tokens."""
+class DecisionsWriter:
+    """Makes answers of the log probabilities of tokens, as OpenAI has them."""
 
     def __init__(self, model: str, questions: Sequence[Question], steps: Sequence[Sequence[Steps]]) -> None:
         """`steps` are those of each question's labels."""
@@ -33,28 +33,21 @@ class _Writer:
             "timings": timings_of(reply),
         }
 
-    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
+    def answers(self, scored: Iterable[tuple[Question, list[float], float]]) -> object:
         """Writes the result: by question, the probabilities of its options, and their total mass."""
-        raise NotImplementedError
-
-
-class DecisionsWriter(_Writer):
-    """Answers as OpenAI has them."""
-
-    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
         return [
             {"type": question.kind, "name": question.name, **_decision(question, values), "label_mass": mass}
-            for question, values, mass in found
+            for question, values, mass in scored
         ]
 
 
-class SystemOneWriter(_Writer):
+class SystemOneWriter(DecisionsWriter):
     """Answers as TypeSafe has them."""
 
-    def answers(self, found: Iterable[tuple[Question, list[float], float]]) -> object:
+    def answers(self, scored: Iterable[tuple[Question, list[float], float]]) -> object:
         return {
             question.name: {**_system_decision(question, values), "label_mass": mass}
-            for question, values, mass in found
+            for question, values, mass in scored
         }
 
 

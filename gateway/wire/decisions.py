@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.conversation import as_call
-from penstock.gateway.wire.mistakes import unsupported_value
 from penstock.gateway.wire.questions import Option, Question, Questions
-from penstock.gateway.wire.schemas import ServiceTier
-from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody
+from penstock.gateway.wire.schemas import ModelRequest, ServiceTier
+from penstock.gateway.wire.strict import TOLERANT, KnownKinds, Many, Most, StrictBody, TolerantBody
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
-_PARTS_OF = ("content", "output", "instructions")
-_PARTS = ("input_text", "input_json", "output_text", "refusal")
-_CALLS = ("function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
-_QUESTIONS = ("predicate", "choice", "score")
 _YES, _NO = "Yes", "No"
 
 
@@ -45,26 +40,6 @@ BY_TYPE = Discriminator(
     custom_error_type="unknown_type",
     custom_error_message="Input should have a type that is known here",
 )
-
-
-def _known(field: str, *kinds: str) -> BeforeValidator:
-    """Clients are told which kind of item, or of part, it is that this server does not know."""
-
-    def check(items: object) -> object:
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            _check_kind(f"{field}[{i}]", item, kinds)
-            for name in _PARTS_OF if isinstance(item, dict) else ():
-                for j, part in enumerate(parts if isinstance(parts := item.get(name), list) else ()):
-                    _check_kind(f"{field}[{i}].{name}[{j}]", part, _PARTS)
-        return items
-
-    return BeforeValidator(check)
-
-
-def _check_kind(field: str, item: object, kinds: Sequence[str]) -> None:
-    kind = item.get("type") if isinstance(item, dict) else None
-    if isinstance(kind, str) and kind not in kinds:
-        raise unsupported_value(f"{field}.type", kind)
 
 
 @with_config(TOLERANT)
@@ -92,8 +67,10 @@ Part = Annotated[
     | Annotated[DecisionRefusal, Tag("Refusal")]
     | Annotated[DecisionJson, Tag("Input_json")],
     BY_TYPE,
+    KnownKinds(("input_text", "input_json", "output_text", "refusal")),
 ]
-Content = str | Annotated[Many[Part], Field(min_length=1)]
+Parts = Annotated[Many[Part], Most("max_content_parts")]
+Content = str | Annotated[Parts, Field(min_length=1)]
 
 
 class DecisionMessage(TolerantBody):
@@ -103,13 +80,13 @@ class DecisionMessage(TolerantBody):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class _CallItem(TolerantBody):
+class _CallFields(TolerantBody):
     call_id: str
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class DecisionCall(_CallItem):
+class DecisionCall(_CallFields):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -118,7 +95,7 @@ class DecisionCall(_CallItem):
     namespace: str | None = None
 
 
-class DecisionCustomCall(_CallItem):
+class DecisionCustomCall(_CallFields):
     """A call of a tool whose input is any text."""
 
     type: Literal["custom_tool_call"]
@@ -127,11 +104,11 @@ class DecisionCustomCall(_CallItem):
     namespace: str | None = None
 
 
-class DecisionOutput(_CallItem):
+class DecisionOutput(_CallFields):
     """The output of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: str | Many[Part]
+    output: str | Parts
 
 
 DecisionItem = Annotated[
@@ -141,6 +118,9 @@ DecisionItem = Annotated[
     | Annotated[DecisionOutput, Tag("Function_call_output")]
     | Annotated[DecisionOutput, Tag("Custom_tool_call_output")],
     BY_TYPE,
+    KnownKinds(
+        ("message", "function_call", "custom_tool_call", "function_call_output", "custom_tool_call_output")
+    ),
 ]
 
 
@@ -153,24 +133,24 @@ class PredicateQuestion(_AskedQuestion):
     type: Literal["predicate"]
 
 
-class Choice(StrictBody):
+class ChoiceOption(StrictBody):
     value: Annotated[str, Field(min_length=1)] | bool
     description: str | None = None
 
 
 class ChoiceQuestion(_AskedQuestion):
     type: Literal["choice"]
-    choices: Annotated[Many[Choice], Field(min_length=2)]
+    choices: Annotated[Many[ChoiceOption], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
-class Level(StrictBody):
+class ScoreLevel(StrictBody):
     label: Annotated[str, Field(min_length=1)]
     description: str | None = None
 
 
 class ScoreQuestion(_AskedQuestion):
     type: Literal["score"]
-    levels: Annotated[Many[Level], Field(min_length=2)]
+    levels: Annotated[Many[ScoreLevel], Field(min_length=2), Most(MAX_OPTIONS)]
 
 
 DecisionQuestion = Annotated[
@@ -178,13 +158,13 @@ DecisionQuestion = Annotated[
     | Annotated[ChoiceQuestion, Tag("Choice")]
     | Annotated[ScoreQuestion, Tag("Score")],
     BY_TYPE,
+    KnownKinds(("predicate", "choice", "score")),
 ]
 
 
-class DecidedBody(StrictBody):
+class DecidedBody(ModelRequest):
     """The fields that both APIs share."""
 
-    model: Annotated[str, Field(min_length=1)]
     user: str | None = None
     service_tier: ServiceTier | None = None
 
@@ -192,26 +172,8 @@ class DecidedBody(StrictBody):
 class DecisionsBody(DecidedBody):
     """`POST /v1/decisions`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        "input": "max_messages",
-        "input[].content": "max_content_parts",
-        "input[].output": "max_content_parts",
-        "questions": MAX_QUESTIONS,
-        "questions[].instructions": "max_content_parts",
-        "questions[].choices": MAX_OPTIONS,
-        "questions[].levels": MAX_OPTIONS,
-    }
-
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "input[]": (DecisionMessage, _CallItem, DecisionCall, DecisionCustomCall, DecisionOutput),
-        **dict.fromkeys(
-            ("input[].content[]", "input[].output[]", "questions[].instructions[]"),
-            (DecisionText, DecisionRefusal, DecisionJson),
-        ),
-    }
-
-    input: str | Annotated[Many[DecisionItem], Field(min_length=1), _known("input", "message", *_CALLS)]
-    questions: Annotated[Many[DecisionQuestion], Field(min_length=1), _known("questions", *_QUESTIONS)]
+    input: str | Annotated[Many[DecisionItem], Field(min_length=1), Most("max_messages")]
+    questions: Annotated[Many[DecisionQuestion], Field(min_length=1), Most(MAX_QUESTIONS)]
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -259,10 +221,9 @@ class SystemOneBody(DecidedBody):
 
     NOT_SUPPORTED = frozenset({"assets"})
     IGNORED = frozenset({"keep_alive"})
-    MOST: ClassVar[Mapping[str, str | int]] = {"questions": MAX_QUESTIONS}
 
     state: Text
-    questions: Annotated[dict[str, SystemQuestion], Field(min_length=1)]
+    questions: Annotated[dict[str, SystemQuestion], Field(min_length=1), Most(MAX_QUESTIONS)]
 
 
 # Their translation
@@ -316,15 +277,15 @@ def _distinct(question: Question) -> Question:
 def _system_question(name: str, question: Any) -> Question:
     field, text = f"questions.{name}", _text(question.instructions)
     if isinstance(question, NoulSystemQuestion):
-        said = question.criteria or NoulCriteria()
-        options = Option(_YES, True, _text(said.true)), Option(_NO, False, _text(said.false))
+        criteria = question.criteria or NoulCriteria()
+        options = Option(_YES, True, _text(criteria.true)), Option(_NO, False, _text(criteria.false))
         return Question(field, "predicate", name, text, options)
     if isinstance(question, ScoreSystemQuestion):
         levels = enumerate(map(_text, question.criteria))
         return Question(
             field, "score", name, text, tuple(Option(str(i), level, level) for i, level in levels)
         )
-    choices = tuple(Option(choice, choice, _text(said)) for choice, said in question.criteria.items())
+    choices = tuple(Option(choice, choice, _text(meaning)) for choice, meaning in question.criteria.items())
     return Question(field, "choice", name, text, choices)
 
 

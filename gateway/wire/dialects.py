@@ -42,93 +42,54 @@ UNSET: Mapping[str, tuple[object, ...]] = {
 }
 """Values that stand for none: as many tokens as there is room for, and a random seed."""
 
-_TELEMETRY = {
-    *(
-        "cache_control",
-        "cache_prompt",
-        "keep_alive",
-        "prediction",
-        "provider",
-        "request_id",
-        "return_progress",
-    ),
-    *(
-        "route",
-        "session_id",
-        "tags",
-        "timings_per_token",
-        "trace",
-        "trace_id",
-        "usage",
-        "verbosity",
-        "user_id",
-    ),
-    *("chat_id", "client_metadata", "disable_tool_validation", "draft_model", "incremental_output", "models"),
-    *("rid", "result_format", "transforms", "ttl", "verbose"),
-}
-_LLAMA_CPP = {
-    *("backend_sampling", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "reasoning_control"),
-    *("repeat_last_n", "response_fields", "return_tokens", "sse_ping_interval", "t_max_prompt_ms"),
-    *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
-    *("dynatemp_exponent", "mirostat_eta", "mirostat_tau"),  # of samplers that are off, or else refused
-}
-_VLLM = {
-    *("guided_decoding_backend", "media_io_kwargs", "mm_processor_kwargs", "priority", "return_mm_kwargs"),
-    *("return_prompt_text", "return_token_offsets", "routed_experts_prompt_start", "stream_interval"),
-}
-_REASONING = {"reasoning_split", "stream_reasoning", "tool_stream"}
-
-HINTS = frozenset(_TELEMETRY | _LLAMA_CPP | _VLLM | _REASONING)
+HINTS = frozenset(
+    {
+        *("cache_control", "cache_prompt", "keep_alive", "prediction", "provider", "request_id", "route"),
+        *("return_progress", "session_id", "tags", "timings_per_token", "trace", "trace_id", "usage"),
+        *("chat_id", "client_metadata", "disable_tool_validation", "draft_model", "incremental_output"),
+        *("models", "rid", "result_format", "transforms", "ttl", "user_id", "verbose", "verbosity"),
+        # llama.cpp
+        *("backend_sampling", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "reasoning_control"),
+        *("repeat_last_n", "response_fields", "return_tokens", "sse_ping_interval", "t_max_prompt_ms"),
+        *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("dynatemp_exponent", "mirostat_eta", "mirostat_tau"),  # of samplers that are off, or else refused
+        # vLLM
+        *("guided_decoding_backend", "media_io_kwargs", "mm_processor_kwargs", "priority"),
+        *("return_mm_kwargs", "return_prompt_text", "return_token_offsets"),
+        *("routed_experts_prompt_start", "stream_interval"),
+        # Reasoning
+        *("reasoning_split", "stream_reasoning", "tool_stream"),
+    }
+)
 """What clients say to other servers about caches, routes, telemetry and speed; how long the answer should be is a hint
 to models that were trained to take it."""
 
 NEUTRAL_HINTS: Mapping[str, object] = {"repeat_last_n": -1, "id_slot": -1}
 """The values of hints that ask for what is done in any case."""
 
+_WITHOUT_VALUE = (
+    *("chat_template", "ec_transfer_params", "grammar_triggers", "guided_whitespace_pattern"),
+    *("kv_transfer_params", "logits_processors", "logprob_token_ids", "lora", "lora_path", "negative_prompt"),
+    *("plugins", "prompt_embeds", "reasoning_budget_message", "repetition_detection", "vllm_xargs"),
+)
+_AT_ZERO = (
+    *("dry_multiplier", "dynatemp_range", "epsilon_cutoff", "eta_cutoff", "min_keep", "mirostat", "n_indent"),
+    *("n_probs", "no_repeat_ngram_size", "penalty_alpha", "smoothing_factor"),
+)
+_AT_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beams", "tfs", "tfs_z")
+_AT_FALSE = (
+    *("enable_search", "grammar_lazy", "post_sampling_probs", "return_hidden_states", "safe_prompt"),
+    "watermarking",
+)
 OFF: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(_WITHOUT_VALUE, ()),
+    **dict.fromkeys(_AT_ZERO, (0,)),
+    **dict.fromkeys(_AT_ONE, (1,)),
+    **dict.fromkeys(_AT_FALSE, (False,)),
+    **dict.fromkeys(("do_sample", "separate_reasoning"), (True,)),
+    **dict.fromkeys(("t_max_predict_ms", "top_n_sigma"), (0, -1)),
     "adaptive_target": (-1,),
-    "chat_template": (),
-    "do_sample": (True,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "ec_transfer_params": (),
-    "enable_search": (False,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "grammar_lazy": (False,),
-    "grammar_triggers": (),
-    "guidance_scale": (1,),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": (),
-    "logits_processors": (),
-    "logprob_token_ids": (),
-    "lora": (),
-    "lora_path": (),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "n_indent": (0,),
-    "n_probs": (0,),
-    "negative_prompt": (),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "plugins": (),
-    "post_sampling_probs": (False,),
-    "prompt_embeds": (),
-    "reasoning_budget_message": (),
-    "repetition_detection": (),
-    "return_hidden_states": (False,),
-    "safe_prompt": (False,),
-    "separate_reasoning": (True,),
-    "smoothing_factor": (0,),
-    "t_max_predict_ms": (0, -1),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_n_sigma": (0, -1),
     "truncation_side": ("left",),
-    "vllm_xargs": (),
-    "watermarking": (False,),
 }
 """What would change the answer and is not here, by the values that leave it off; -1 is any number below 0."""
 
@@ -142,6 +103,7 @@ _SAMPLERS: Mapping[str, Mapping[str, object]] = {
     "xtc": {"xtc_probability": 0},
 }
 """llama.cpp's samplers, and the fields that turn each of them off."""
+SAMPLER_FIELDS = {"repeat_last_n", "samplers"}
 
 
 def without_others(values: Mapping[str, object]) -> dict[str, object]:
@@ -149,11 +111,11 @@ def without_others(values: Mapping[str, object]) -> dict[str, object]:
 
     The order of samplers is this server's own.
     """
-    found, named = dict(values), values.get("samplers")
+    changed, named = dict(values), values.get("samplers")
     if isinstance(named, list):
         names = {"typ_p" if name == "typical_p" else name for name in named if isinstance(name, str)}
         for name in _SAMPLERS.keys() - names:
-            found |= _SAMPLERS[name]
-    if found.get("repeat_last_n") == 0:
-        found |= _SAMPLERS["penalties"]
-    return found
+            changed |= _SAMPLERS[name]
+    if changed.get("repeat_last_n") == 0:
+        changed |= _SAMPLERS["penalties"]
+    return changed

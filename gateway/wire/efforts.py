@@ -51,6 +51,7 @@ class ReasoningChoice(StrictBody):
 
 
 NO_CHOICE = ReasoningChoice()
+REASONING_FIELDS = {"enable_thinking", "reasoning", "reasoning_effort", "thinking", "thinking_token_budget"}
 
 
 class Reasoned(StrictBody):
@@ -116,8 +117,8 @@ class Reasoned(StrictBody):
 def agreed(given: Mapping[str, Value | None]) -> Value | None:
     """Returns the value that these fields have, as far as they are given; raises 400 if there are two."""
     there = {field: value for field, value in given.items() if value is not None}
-    first, *others = [*there, ""] if there else [""]
-    for field in filter(None, others):
-        if there[field] != there[first]:
+    first = next(iter(there), "")
+    for field, value in there.items():
+        if value != there[first]:
             raise invalid(f"Give '{first}' or '{field}', not both.", field)
     return there.get(first)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from array import array
+import struct
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Annotated, ClassVar, Literal
 
@@ -15,17 +14,16 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Texts
-from penstock.gateway.wire.schemas import ServiceTier, Truncation
-from penstock.gateway.wire.strict import STRICT, Many, StrictBody
-from penstock.gateway.wire.translation import split_prompt
+from penstock.gateway.wire.ask import Ask, Texts, split_prompt
+from penstock.gateway.wire.mistakes import missing
+from penstock.gateway.wire.schemas import Dimensions, ModelRequest, ServiceTier, Truncation
+from penstock.gateway.wire.strict import STRICT, Many, Most
 from penstock.gateway.wire.writing import Counts, Outputs
 
 
-class Embedded(StrictBody):
+class Embedded(ModelRequest):
     """The fields of all bodies whose texts are embedded."""
 
-    model: Annotated[str, Field(min_length=1)]
     user: str | None = None
     service_tier: ServiceTier | None = None
     truncate_prompt_tokens: Truncation | None = None
@@ -34,11 +32,9 @@ class Embedded(StrictBody):
 class EmbeddingsBody(Embedded):
     """`POST /v1/embeddings`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"dimensions": 2**20}
-
     input: str | Many[str] | Many[int] | Many[Many[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Dimensions | None = None
     add_special_tokens: bool | None = None
 
 
@@ -50,30 +46,28 @@ class Document(TypedDict):
 class RerankBody(Embedded):
     """`POST /rerank`, as Jina and Cohere have it."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {"documents": "max_inputs"}
     NOT_SUPPORTED = frozenset({"max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"})
 
     query: str
-    documents: Annotated[Many[str | Document], Field(min_length=1)]
+    documents: Annotated[Many[str | Document], Field(min_length=1), Most("max_inputs")]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
 
     @property
     def texts(self) -> list[str]:
-        return [found if isinstance(found, str) else found["text"] for found in self.documents]
+        return [document if isinstance(document, str) else document["text"] for document in self.documents]
+
+
+Side = str | Annotated[Many[str], Field(min_length=1), Most("max_inputs")]
 
 
 class ScoreBody(Embedded):
     """`POST /score`, as vLLM has it; `queries` and `documents` are other names of the two."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = dict.fromkeys(
-        ("text_1", "text_2", "queries", "documents"), "max_inputs"
-    )
+    ALIASES: ClassVar[Mapping[str, str]] = {"queries": "text_1", "documents": "text_2"}
 
-    text_1: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    text_2: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    queries: str | Annotated[Many[str], Field(min_length=1)] | None = None
-    documents: str | Annotated[Many[str], Field(min_length=1)] | None = None
+    text_1: Side | None = None
+    text_2: Side | None = None
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Returns the texts to be compared, one with all others or pair by pair.
@@ -81,22 +75,17 @@ class ScoreBody(Embedded):
         Raises:
             ApiError: 400, if it cannot be said which with which.
         """
-        first = _one_of(self, "text_1", "queries")
-        second = _one_of(self, "text_2", "documents")
+        first, second = _texts("text_1", self.text_1), _texts("text_2", self.text_2)
         if len(first) not in (1, len(second)):
             message = f"{len(first)} texts cannot be compared with {len(second)}: give one, or as many."
             raise invalid(message, "text_1")
         return first, second
 
 
-def _one_of(body: ScoreBody, *names: str) -> list[str]:
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if not given:
-        raise invalid(f"You must provide the parameter '{names[0]}'.", names[0], "missing_required_parameter")
-    if len(given) > 1:
-        raise invalid(f"Give '{names[0]}' or '{names[1]}', not both.", names[1])
-    (value,) = given.values()
-    return [value] if isinstance(value, str) else list(value)
+def _texts(field: str, given: str | list[str] | None) -> list[str]:
+    if given is None:
+        raise missing(field)
+    return [given] if isinstance(given, str) else given
 
 
 def embeddings_ask(body: EmbeddingsBody, limits: Limits) -> Ask:
@@ -211,9 +200,6 @@ def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: 
     return [value / length for value in values]
 
 
-def as_base64(values: Iterable[float]) -> str:
+def as_base64(values: Sequence[float]) -> str:
     """Encodes numbers as little-endian float32 in base64."""
-    words = array("f", values)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return b64encode(words.tobytes()).decode("ascii")
+    return b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")

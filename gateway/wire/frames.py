@@ -7,14 +7,16 @@ no character is ever cut in two.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Generic, TypeVar
 
 import orjson
 
 from penstock.engine.planning.request import MAX_MARKS, DraftCount, Timings
 from penstock.gateway.errors import ApiError, anthropic_body, ollama_body
+from penstock.gateway.wire.parsing import CallBegun, Piece, ReplyParser
 from penstock.gateway.wire.writing import Counts
 
 
@@ -36,15 +38,6 @@ def json_pieces(value: object) -> Iterator[bytes]:
         yield b"}"
     else:
         yield orjson.dumps(value)
-
-
-def at_once(value: object) -> Any:
-    """Returns a value whose iterators are lists."""
-    if isinstance(value, Iterator):
-        return list(map(at_once, value))
-    if isinstance(value, dict):
-        return {name: at_once(item) for name, item in value.items()}
-    return value
 
 
 def ascii_json(value: object) -> str:
@@ -80,16 +73,63 @@ def error_line(fault: ApiError) -> bytes:
     return ollama_body(fault) + b"\n"
 
 
-class EventWriter:
-    """The ground of writers whose events have their number, where the reply is recorded, as the event's id."""
+@dataclass(slots=True, kw_only=True)
+class StreamedChoice:
+    """The state of one choice of a stream."""
+
+    parser: ReplyParser
+    around: Mapping[type[Piece], tuple[str, str]] = field(default_factory=dict)
+    """The frame before and after the text of a piece, by the piece's type, for pieces that are a frame each."""
+
+
+_ChoiceT = TypeVar("_ChoiceT", bound=StreamedChoice)
+
+
+class ReplyWriter(Generic[_ChoiceT]):
+    """The ground of writers; where the reply is recorded, the events of a stream have their number as their id."""
 
     media_type = ""
+    keepalive = KEEPALIVE
+    tail = common = b""
+    opens_early = False
+    _is_numbered = False
+    _number = 0
+    """The number of the next event."""
+    _choices: Sequence[_ChoiceT] = ()
 
-    def __init__(self, *, is_recorded: bool) -> None:
-        self.common = b""
-        self._is_numbered = is_recorded
-        self._number = 0
-        """The number of the next event."""
+    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+        return []
+
+    def text(self, index: int, text: str) -> list[bytes]:
+        choice = self._choices[index]
+        pieces = choice.parser.feed(text)
+        if len(pieces) == 1:
+            (piece,) = pieces
+            around = choice.around.get(type(piece))
+            if around and not isinstance(piece, CallBegun) and piece.text:
+                frame = f"{around[0]}{encode_basestring_ascii(piece.text)}{around[1]}"
+                if self._is_numbered:  # not by `_frame`: a call for every token
+                    frame = f"id: {self._number}\n{frame}"
+                    self._number += 1
+                return [frame.encode("ascii")]
+        return self._chunks(choice, pieces)
+
+    def _chunks(self, choice: _ChoiceT, pieces: Sequence[Piece]) -> list[bytes]:
+        """Returns the frames of pieces of a choice."""
+        raise NotImplementedError
+
+    def end(self, reply: Counts) -> list[bytes]:
+        return self._last(reply) if reply.error is None else [self._error(reply, reply.error)]
+
+    def _last(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+        """Returns the last frames of a reply that came to its end."""
+        return []
+
+    def _error(self, reply: Counts, error: ApiError) -> bytes:  # noqa: ARG002
+        return error_frame(error)
+
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
+        return self._error(reply, error) + self.tail
 
     def _frame(self, event: str) -> bytes:
         if self._is_numbered:

@@ -105,8 +105,8 @@ class Best(NamedTuple):
     def _cost(self, delta: Delta) -> float:
         if self.are_ranked:
             return 0.0
-        own = delta.logprobs[len(delta.logprobs) - len(delta.token_ids) :]
-        return -fsum(finite(one.logprob) for one in own if one is not None)
+        chosen = delta.logprobs[len(delta.logprobs) - len(delta.token_ids) :]
+        return -fsum(finite(one.logprob) for one in chosen if one is not None)
 
 
 class TextOffsets:

@@ -24,8 +24,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.gateway.errors import ApiError, invalid
-from penstock.gateway.wire.conversation import thinking_switches
-from penstock.gateway.wire.histories import Message, Shape, shapes
+from penstock.gateway.wire.conversation import AnyMessage, Shape, shaped, shapes, thinking_switches
 from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -72,11 +71,11 @@ class Prompts:
         formats = Formats(tokenizer)
         self.reasons = formats.reasoning is not None
         """Whether the template's model may reason."""
-        said = formats.markers
-        self._marks_never_said = _any_of([*special, *(text for text in marks if text not in said)])
+        sayable = formats.markers
+        self._marks_never_said = _any_of([*special, *(text for text in marks if text not in sayable)])
         marks_of_files = (_tokens_named(tokenizer, [name]) for name in _FILE_MARKS)
         self._file_mark = next(filter(None, marks_of_files), [])
-        self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
+        self._fim = next((ids for names in _FIM if (ids := _tokens_named(tokenizer, names))), None)
 
     def chat(
         self,
@@ -179,15 +178,15 @@ class Prompts:
 
     def around_closing(self, closing: str) -> tuple[str, str]:
         """Returns the spaces that the template writes before and after the marker that ends reasoning."""
-        asked, thought, said = {"role": "user", "content": "Q"}, "THOUGHT", "SAID"
-        answer = {"role": "assistant", "content": said, "reasoning_content": thought, "thinking": thought}
+        question, thought, reply = {"role": "user", "content": "Q"}, "THOUGHT", "SAID"
+        answer = {"role": "assistant", "content": reply, "reasoning_content": thought, "thinking": thought}
         try:
-            rendered = self._render([asked, answer], False, {"tools": None, **thinking_switches(True)})
+            rendered = self._render([question, answer], False, {"tools": None, **thinking_switches(True)})
         except ApiError:
             rendered = ""
-        between = rendered.rpartition(thought)[2].partition(said)[0]
-        before, found, after = between.partition(closing)
-        if not found or before.strip():
+        between = rendered.rpartition(thought)[2].partition(reply)[0]
+        before, mark, after = between.partition(closing)
+        if not mark or before.strip():
             return "\n", "\n\n"
         return before, after[: len(after) - len(after.lstrip())]
 
@@ -214,21 +213,19 @@ class Prompts:
 
     def _prepared(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages in the template's order and shape, with guards in their texts."""
-        for shape in self._shapes:
-            messages = list(shape(messages))
         return [
             {
                 key: value if key == "role" else self._guard(value, self._marks_in(message, key))
                 for key, value in message.items()
             }
-            for message in messages
+            for message in shaped(messages, self._shapes)
         ]
 
     @cached_property
     def _shapes(self) -> list[Shape]:
         return shapes(self.tokenizer.chat_template or "", self._shows)
 
-    def _shows(self, messages: Sequence[Message]) -> bool:
+    def _shows(self, messages: Sequence[AnyMessage]) -> bool:
         """Whether the template takes these messages and shows their texts, none of which is a mark."""
         try:
             shown = self._render([dict(message) for message in messages], True, {"tools": None})
@@ -280,7 +277,7 @@ class Prompts:
         return token_ids
 
 
-def _cut_after(rendered: str, said: str) -> str:
+def _cut_after(rendered: str, content: str) -> str:
     """Cuts a conversation where its last message ends, as transformers does.
 
     The spaces around it are kept where the template keeps them.
@@ -288,14 +285,14 @@ def _cut_after(rendered: str, said: str) -> str:
     Raises:
         ApiError: 400, if the template does not show the message as it is.
     """
-    text = said.strip()
+    text = content.strip()
     at = rendered.rfind(text)
     if not text or at < 0:
         message = (
             "The last message cannot be continued: it is empty, or the model's chat template changes it."
         )
         raise invalid(message, "continue_final_message", "chat_template_error")
-    kept = said.lstrip()
+    kept = content.lstrip()
     end = at + len(kept if rendered.startswith(kept, at) else text)
     return rendered[:end]
 
@@ -315,8 +312,8 @@ def _is_mark(text: str, template: str) -> bool:
     return bool(_OF_ROLE.fullmatch(text) or (_IN_BRACKETS.fullmatch(text) and text in template))
 
 
-def _with_guards(found: re.Match[str]) -> str:
-    return _GUARD + "".join(character + _GUARD for character in found[0])
+def _with_guards(mark: re.Match[str]) -> str:
+    return _GUARD + "".join(character + _GUARD for character in mark[0])
 
 
 def _guarded(text: str, marks: re.Pattern[str]) -> str:

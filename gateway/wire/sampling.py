@@ -1,18 +1,20 @@
-"""Converts request bodies to the engine's SamplingParams."""
+"""Converts request bodies to the engine's SamplingParams and BeamParams."""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from penstock.engine.planning.bans import Words
 from penstock.engine.planning.grammar import Grammar
-from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.request import BeamParams, SamplingParams
 from penstock.engine.planning.thinking import ThinkingBudget
+from penstock.engine.planning.windows import most_tokens_of_forks
 from penstock.gateway.errors import ApiError, ContextExceeded, invalid
 from penstock.gateway.wire.prompts import check_token_ids
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, Sampled, as_strings
+from penstock.gateway.wire.schemas import ChatBody, CompletionBody, SamplingFields, as_strings
 
 LEAST_TOP_P = 1e-6
 """The top_p used for 0, which leaves the likeliest token alone."""
@@ -33,9 +35,6 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-
-
-_DEFAULTED = tuple(field.name for field in fields(SamplingDefaults))
 
 
 class MaxTokens(NamedTuple):
@@ -70,26 +69,19 @@ def completion_tokens(body: CompletionBody) -> MaxTokens:
     return MaxTokens("max_tokens", body.max_tokens)
 
 
-class Room(NamedTuple):
-    """The context that a prompt leaves for its answer."""
+def output_tokens(wanted: MaxTokens, context_length: int, num_prompt_tokens: int, prompt_field: str) -> int:
+    """Returns how many output tokens each choice may have.
 
-    context_length: int
-    num_prompt_tokens: int
-
-    def output_tokens(self, asked: MaxTokens, prompt_field: str) -> int:
-        """Returns how many output tokens each choice may have.
-
-        Raises:
-            ApiError: 400, if the prompt, or prompt and answer together, do not fit.
-        """
-        left = self.context_length - self.num_prompt_tokens
-        if left < 1:
-            what = f"{self.num_prompt_tokens} tokens"
-            raise context_exceeded(self.context_length, what, prompt_field, self.num_prompt_tokens)
-        if asked.number is not None and asked.number > left and not asked.may_be_fewer:
-            what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
-            raise context_exceeded(self.context_length, what, asked.field)
-        return left if asked.number is None else min(asked.number, left)
+    Raises:
+        ApiError: 400, if the prompt, or prompt and answer together, do not fit.
+    """
+    left = context_length - num_prompt_tokens
+    if left < 1:
+        raise context_exceeded(context_length, f"{num_prompt_tokens} tokens", prompt_field, num_prompt_tokens)
+    if wanted.number is not None and wanted.number > left and not wanted.may_be_fewer:
+        what = f"{num_prompt_tokens} tokens and {wanted.field} {wanted.number}"
+        raise context_exceeded(context_length, what, wanted.field)
+    return left if wanted.number is None else min(wanted.number, left)
 
 
 def context_exceeded(context_length: int, what: str, field: str, num_tokens: int | None = None) -> ApiError:
@@ -101,7 +93,7 @@ def context_exceeded(context_length: int, what: str, field: str, num_tokens: int
 
 
 def sampling_params(
-    body: Sampled,
+    body: SamplingFields,
     defaults: SamplingDefaults,
     *,
     max_tokens: int,
@@ -123,26 +115,27 @@ def sampling_params(
     """
     if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"'min_tokens' is greater than the {max_tokens} tokens there can be.", "min_tokens")
-    stop_token_ids = frozenset(body.stop_token_ids or ())
-    check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
-    allowed = sorted(set(body.allowed_token_ids or ()))
-    check_token_ids(allowed, vocab_size, "allowed_token_ids")
-    same: dict[str, Any] = {name: getattr(defaults, name) for name in _DEFAULTED}
-    same |= {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.stop_token_ids:
+        check_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
+    if body.allowed_token_ids:
+        check_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids")
+    same: dict[str, Any] = asdict(defaults) | {
+        name: value for name in _SAME if (value := getattr(body, name)) is not None
+    }
     same |= {"top_p": same["top_p"] or LEAST_TOP_P, "top_k": max(0, same["top_k"])}
     return SamplingParams(
         **same,
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         stop=as_strings(body.stop),
         shows_stop=bool(body.include_stop_str_in_output),
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
         shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
         thinking=thinking,
-        allowed_token_ids=tuple(allowed),
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,
     )
@@ -154,3 +147,89 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     by_id = {int(key): value for key, value in bias.items()}
     check_token_ids(list(by_id), vocab_size, "logit_bias")
     return by_id
+
+
+# Beam search
+
+SEARCH_FIELDS = {"early_stopping", "length_penalty", "use_beam_search"}
+NEUTRAL = SamplingDefaults(temperature=0.0)
+"""The defaults of a search, in place of the checkpoint's: it is for what the model itself finds likeliest."""
+
+# What would change which answers are found, by what it may say all the same.
+_EXCLUDED: Mapping[str, tuple[object, ...]] = {
+    "stream": (False,),
+    **dict.fromkeys(("temperature", "min_p", "top_a", "xtc_probability", "min_tokens"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty"), (1,)),
+    "top_k": (0, -1),
+    "logit_bias": ({},),
+    **dict.fromkeys(("stop", "bad_words", "tools"), ([],)),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_grammar", "json_schema", "thinking_token_budget", "allowed_token_ids"), ()),
+    "grammar": ("",),
+}
+
+
+def check_beams(body: SamplingFields, max_beams: int) -> None:
+    """
+    Raises:
+        ApiError: 400, for a search that would be wider than `max_beams`, or with what it has no use for; without a
+            search, for what only a search has a use for.
+    """
+    if not body.use_beam_search:
+        for field, is_off in (
+            ("length_penalty", body.length_penalty in (None, 1)),
+            ("early_stopping", not body.early_stopping),
+        ):
+            if not is_off:
+                raise invalid(f"'{field}' is only allowed when 'use_beam_search' is true.", field)
+        return
+    for field, neutral in _EXCLUDED.items():
+        value = getattr(body, field, None)
+        if value is not None and value not in neutral:
+            raise invalid(f"'{field}' cannot be used together with 'use_beam_search'.", field)
+    form = getattr(body, "response_format", None)
+    if form is not None and form.type != "text":
+        message = "'response_format' cannot be used together with 'use_beam_search'."
+        raise invalid(message, "response_format")
+    if body.max_tokens == 0:
+        raise invalid("With 'use_beam_search', 'max_tokens' must be at least 1.", "max_tokens")
+    if body.num_generated > max_beams:
+        name = width_field(body)
+        raise invalid(f"With 'use_beam_search', '{name}' may be at most {max_beams} here.", name)
+
+
+def width_field(body: SamplingFields) -> str:
+    """Returns the field that says how many beams there are."""
+    return "n" if body.best_of is None else "best_of"
+
+
+def beams_of(body: SamplingFields, eos_token_ids: Iterable[int]) -> BeamParams | None:
+    """Returns the search that a request asks for; None if it asks for none."""
+    if not body.use_beam_search:
+        return None
+    ends = frozenset() if body.ignore_eos else frozenset(eos_token_ids)
+    return BeamParams(
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=body.early_stopping or False,
+        end_token_ids=ends | frozenset(body.stop_token_ids or ()),
+    )
+
+
+def beam_tokens(wanted: MaxTokens, num_prompt: int, width: int, num_kv_tokens: int, block_size: int) -> int:
+    """Returns the number of output tokens of each beam for which all together have room.
+
+    Args:
+        num_kv_tokens: those that the KV pool has room for.
+
+    Raises:
+        ApiError: 400, if more was asked for.
+    """
+    most = most_tokens_of_forks(num_kv_tokens // block_size, block_size, num_prompt, width) - num_prompt
+    if most < wanted.least:
+        message = (
+            f"The KV cache has room for {max(0, most)} tokens of each of {width} beams after this prompt of "
+            f"{num_prompt} tokens."
+        )
+        raise invalid(message, wanted.field, "context_length_exceeded")
+    return most

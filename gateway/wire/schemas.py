@@ -1,11 +1,11 @@
-"""Request bodies of chat and text completions: OpenAI's names and ranges, and what clients of open models send."""
+"""Request bodies of chat and text completions, in OpenAI's names and others'; and of what makes tokens of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
@@ -16,13 +16,13 @@ from penstock.gateway.wire.dialects import (
     NAMES,
     NEUTRAL_HINTS,
     OFF,
+    SAMPLER_FIELDS,
     UNSET,
     Arguments,
     without_others,
 )
-from penstock.gateway.wire.efforts import NO_CHOICE, Reasoned, ReasoningChoice, ThinkingSwitch, agreed
-from penstock.gateway.wire.mistakes import unsupported_value
-from penstock.gateway.wire.strict import TOLERANT, Many, StrictBody, TolerantBody
+from penstock.gateway.wire.efforts import NO_CHOICE, Reasoned, ReasoningChoice, agreed
+from penstock.gateway.wire.strict import TOLERANT, Ignored, KnownKinds, Many, Most, StrictBody, TolerantBody
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 
@@ -33,6 +33,17 @@ Truncation = Annotated[int, Field(ge=1, lt=_INT64)] | Literal[-1]
 """The number of tokens to keep of the end of a prompt; -1 keeps those that the context has room for."""
 Schema = dict[str, object] | bool
 """A JSON Schema."""
+Choices = Annotated[Many[str], Field(min_length=1), Most("max_grammar_choices")]
+Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+NumChoices = Annotated[int, Field(ge=1), Most("max_choices")]
+Dimensions = Annotated[int, Field(ge=1), Most(2**20)]
+NumTop = Annotated[int, Field(ge=0), Most("max_top_logprobs")]
+TokenIds = Many[Annotated[int, Field(ge=0)]]
+Metadata = Annotated[dict[str, str], Most("max_metadata")]
+_METADATA_CHARS = (64, 512)
+"""The characters that a key and a value may have."""
+Unread = Annotated[str | None, Ignored()]
+"""A text that nothing comes of."""
 
 
 class StructuredOutputs(StrictBody):
@@ -40,7 +51,7 @@ class StructuredOutputs(StrictBody):
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: None = None
@@ -52,82 +63,68 @@ class StructuredOutputs(StrictBody):
 
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, Ignored()] = None
     resumable: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(StrictBody):
+class ModelRequest(StrictBody):
+    model: Annotated[str, Field(min_length=1)]
+
+
+class TokenChoice(StrictBody):
+    """The fields by which tokens are chosen that have the same names and ranges in Ollama's API."""
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: Annotated[str | Many[str] | None, Most("max_stop")] = None
+
+
+class SamplingFields(TokenChoice, ModelRequest):
     """The fields that chat and text completions share: how tokens are chosen, and some that change nothing here."""
 
     ALIASES: ClassVar[Mapping[str, str]] = NAMES
     UNSET: ClassVar[Mapping[str, tuple[object, ...]]] = UNSET
     OFF: ClassVar[Mapping[str, tuple[object, ...]]] = OFF
     NEUTRAL: ClassVar[Mapping[str, object]] = NEUTRAL_HINTS
-    IGNORED = HINTS | {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "store",
-        "stream_options.include_obfuscation",
-        "user",
-    }
+    IGNORED = HINTS
 
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        "n": "max_choices",
-        "best_of": "max_choices",
-        "stop": "max_stop",
-        "logit_bias": "max_logit_bias",
-        "stop_token_ids": "max_stop_token_ids",
-        "metadata": "max_metadata",
-        "structured_outputs.choice": "max_grammar_choices",
-        "guided_choice": "max_grammar_choices",
-        "prompt_logprobs": "max_top_logprobs",
-        "bad_words": "max_bad_words",
-        "allowed_token_ids": "max_allowed_token_ids",
-    }
-
-    model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: NumChoices | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | Many[str] | None = None
+    logit_bias: Annotated[Biases, Most("max_logit_bias")] | None = None
     service_tier: ServiceTier | None = None
 
     # Not OpenAI's, but what clients of open models send.
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: NumChoices | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_a: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: Annotated[TokenIds, Most("max_stop_token_ids")] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     json_schema: Schema | str | None = None
     grammar: str | None = None
     samplers: Many[str] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
-    allowed_token_ids: Annotated[Many[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    prompt_logprobs: NumTop | None = None
+    bad_words: Annotated[Many[Annotated[str, Field(min_length=1)]], Most("max_bad_words")] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1), Most("max_allowed_token_ids")] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -137,16 +134,16 @@ class Sampled(StrictBody):
     return_tokens_as_token_ids: bool | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    user: Unread = None
+    metadata: Annotated[Metadata | None, Ignored()] = None
+    store: Annotated[bool | None, Ignored()] = None
+    safety_identifier: Unread = None
+    prompt_cache_key: Unread = None
+    prompt_cache_retention: Unread = None
 
     @classmethod
     def prepared(cls, values: Mapping[str, object]) -> Mapping[str, object]:
-        return without_others(values)
+        return without_others(values) if values.keys() & SAMPLER_FIELDS else values
 
     @property
     def num_generated(self) -> int:
@@ -177,12 +174,12 @@ class ToolCall(TolerantBody):
 
 class Message(TolerantBody):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Many[ContentPart] | None = None
+    content: Annotated[str | Many[ContentPart] | None, Most("max_content_parts")] = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[object] | None = None
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: Annotated[Many[ToolCall], Most("max_tool_calls")] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
@@ -190,21 +187,7 @@ class Message(TolerantBody):
     """Another name of the same."""
 
 
-MOST_MESSAGES = {
-    "messages": "max_messages",
-    "messages[].content": "max_content_parts",
-    "messages[].tool_calls": "max_tool_calls",
-    "tools": "max_tools",
-    "chat_template_kwargs": "max_template_variables",
-}
-
-TOLERANT_IN_MESSAGES: Mapping[str, tuple[type, ...]] = {
-    "messages[]": (Message,),
-    "messages[].content[]": (ContentPart,),
-    "messages[].tool_calls[]": (ToolCall,),
-    "messages[].tool_calls[].function": (FunctionCall,),
-    "messages[].function_call": (FunctionCall,),
-}
+Messages = Annotated[Many[Message], Field(min_length=1), Most("max_messages")]
 
 # Tools go to the chat template as they are, with what else is said of them.
 OPEN = ConfigDict(strict=True, extra="allow")
@@ -226,51 +209,39 @@ class Tool(TypedDict):
     function: Function
 
 
+Tools = Annotated[Many[Annotated[Tool, KnownKinds(("function",))]], Most("max_tools")]
+Variables = Annotated[dict[str, Any], Most("max_template_variables")]
+
+
 class NamedFunction(StrictBody):
     name: str
 
 
-class NamedTool(StrictBody):
+class FunctionChoice(StrictBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(StrictBody):
+class AllowedFunctions(StrictBody):
     mode: Literal["auto", "required"]
-    tools: Many[NamedTool]
+    tools: Many[FunctionChoice]
 
 
 class AllowedChoice(StrictBody):
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    allowed_tools: AllowedFunctions
 
 
-def known_tools(tools: object) -> object:
-    """Refuses a tool of a kind that this server does not know, and names the kind."""
-    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise unsupported_value(f"tools[{i}].type", kind)
-    return tools
-
-
-def known_choice(choice: object) -> object:
-    """Refuses a choice of a kind that this server does not know, and names the kind."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise unsupported_value("tool_choice.type", kind)
-    return choice
+CHOICES = KnownKinds(("function", "allowed_tools"))
+"""The kinds of `tool_choice` that are objects."""
 
 
 class Chat(StrictBody):
     """A conversation, and the further inputs of its template."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
-    TOLERANT_AT = TOLERANT_IN_MESSAGES
-
-    messages: Annotated[Many[Message], Field(min_length=1)]
-    tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Messages
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
 
@@ -290,41 +261,22 @@ class AnswerFormat(StrictBody):
     """llama.cpp's place for the schema."""
 
 
-class ChatBody(Chat, Reasoned, Sampled):
+class ChatBody(Chat, Reasoned, SamplingFields):
     """`POST /v1/chat/completions`."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, **BUDGET_NAMES, "n_predict": "max_tokens"}
     OFF: ClassVar[Mapping[str, tuple[object, ...]]] = {**OFF, "echo": (False,)}
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        **TOLERANT_IN_MESSAGES,
-        "thinking": (ThinkingSwitch,),
-    }
-    IGNORED = Sampled.IGNORED - {"store", "metadata"}
-    NOT_SUPPORTED = frozenset(
-        {
-            "audio",
-            "moderation",
-            "web_search_options",
-        }
-    )
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **Sampled.MOST,
-        **Chat.MOST,
-        "documents": "max_inputs",
-        "functions": "max_tools",
-        "top_logprobs": "max_top_logprobs",
-    }
+    NOT_SUPPORTED = frozenset({"audio", "moderation", "web_search_options"})
 
-    tool_choice: (
-        Annotated[
-            Literal["none", "auto", "required"] | NamedTool | AllowedChoice, BeforeValidator(known_choice)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None, CHOICES
+    ] = None
     parallel_tool_calls: bool | None = None
-    documents: Many[dict[str, Any]] | None = None
+    documents: Annotated[Many[dict[str, Any]], Most("max_inputs")] | None = None
     """Documents to answer from, in the form that the chat template expects."""
-    functions: Many[Function] | None = None
+    functions: Annotated[Many[Function], Most("max_tools")] | None = None
     """An older form of `tools`, with `function_call` for `tool_choice`: at most one of them is called."""
     function_call: Literal["none", "auto"] | NamedFunction | None = None
     include_reasoning: bool | None = None
@@ -333,7 +285,7 @@ class ChatBody(Chat, Reasoned, Sampled):
     """llama.cpp's and Groq's: the reasoning is apart from the answer, or left out."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: NumTop | None = None
     response_format: AnswerFormat | None = None
     modalities: Many[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
@@ -358,7 +310,7 @@ class ChatBody(Chat, Reasoned, Sampled):
         return self.include_reasoning is not False and self.reasoning_format != "hidden" and not is_excluded
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingFields):
     """`POST /v1/completions`."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, "n_predict": "max_tokens", "n_probs": "logprobs"}
@@ -366,24 +318,55 @@ class CompletionBody(Sampled):
         "seed": UNSET["seed"]
     }  # there is a default of tokens
 
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **Sampled.MOST,
-        "logprobs": "max_top_logprobs",
-    }
-
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: NumTop | None = None
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
     response_format: AnswerFormat | None = None
 
 
-def check_counts(body: Sampled, limits: Limits) -> None:
+class TokenizeBody(StrictBody):
+    """`POST /tokenize`: a prompt or messages or, as llama.cpp has it, a content."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    content: str | None = None
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(StrictBody):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LocateBody(StrictBody):
+    """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
+
+    tokens: TokenIds | None = None
+    messages: Messages | None = None
+
+
+def check_counts(body: SamplingFields, limits: Limits) -> None:
     """Raises 400 for fields that are too long, or that exclude each other."""
-    _check_stop(body.stop, limits)
-    _check_bad_words(body.bad_words, limits)
+    if body.stop is not None:
+        if not all(stop := as_strings(body.stop)):
+            raise invalid("'stop' must not contain an empty string.", "stop")
+        _check_texts("stop", stop, "stop string", limits.max_stop_chars)
+    if body.bad_words:
+        _check_texts("bad_words", body.bad_words, "bad word", limits.max_bad_word_chars)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -422,19 +405,18 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
         raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
-def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if not all(strings):
-        raise invalid("'stop' must not contain an empty string.", "stop")
-    if any(len(string) > limits.max_stop_chars for string in strings):
-        raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
-
-
-def _check_bad_words(words: list[str] | None, limits: Limits) -> None:
-    if any(len(word) > limits.max_bad_word_chars for word in words or ()):
-        message = f"A bad word may have at most {limits.max_bad_word_chars} characters."
-        raise invalid(message, "bad_words")
+def _check_texts(field: str, texts: Sequence[str], what: str, most: int) -> None:
+    if any(len(text) > most for text in texts):
+        raise invalid(f"A {what} may have at most {most} characters.", field)
 
 
 def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raises 400 for metadata beyond OpenAI's bounds."""
+    for pair in (metadata or {}).items():
+        for text, part, most in zip(pair, ("key", "value"), _METADATA_CHARS, strict=True):
+            if len(text) > most:
+                raise invalid(f"A {part} of 'metadata' may have at most {most} characters.", "metadata")

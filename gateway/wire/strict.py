@@ -1,23 +1,24 @@
 """Reads request bodies: strictly typed, counted first, and refused for the first mistake.
 
 A field is either honoured, or known to be harmless and named in the reply's header, or refused by name: none is
-silently ignored.
+silently ignored. What there is to say of a field stands in its type, as pydantic's bounds do.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
-from typing import Annotated, ClassVar, NamedTuple, TypeVar
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, ClassVar, NotRequired, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import get_type_hints, is_typeddict
 
-from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.errors import ApiError, invalid, unsupported
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.mistakes import explained
-from penstock.gateway.wire.repairs import repaired
+from penstock.gateway.wire.mistakes import explained, path_of, repaired, unsupported_value
 
 SHOWN = re.compile(r"[\w.:\[\]-]{1,100}", re.ASCII)
 MOST_SHOWN = 16
@@ -34,17 +35,34 @@ Many = Annotated[list[Entry], Field(fail_fast=True)]
 """A list that is looked at up to its first mistake."""
 
 
-class StrictBody(BaseModel):
-    model_config = STRICT
-
-    MOST: ClassVar[Mapping[str, str | int]] = {}
-    """How large numbers may be and how many entries lists and maps may have, by their place in the body: a number, or
-    the name of one of Limits.
+@dataclass(frozen=True, slots=True)
+class Most:
+    """How large a number may be, or how many entries a list or map may have: a number, or the name of one of Limits.
 
     They are counted before anything is made of them.
     """
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {}
-    """The types that may stand at places whose other members are taken although nothing comes of them."""
+
+    bound: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field that is accepted and ignored, because it could hardly change the answer."""
+
+    unless: object = None
+    """The value that only asks for the default behaviour."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKinds:
+    """The types that an object may have: others are refused by name."""
+
+    names: tuple[str, ...]
+
+
+class StrictBody(BaseModel):
+    model_config = STRICT
+
     ALIASES: ClassVar[Mapping[str, str]] = {}
     """Other servers' names of fields."""
     UNSET: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -54,9 +72,9 @@ class StrictBody(BaseModel):
     OFF: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """More such fields, by the values that leave off what they ask for; -1 is any number below 0."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    """Places of fields that are accepted and ignored, because they could hardly change the answer."""
+    """Places without a field of their own that are ignored, too."""
     NEUTRAL: ClassVar[Mapping[str, object]] = {}
-    """The values of some of these fields that only ask for the default behaviour."""
+    """The values of some of these that only ask for the default behaviour."""
 
     KINDS: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Lists whose entries of other kinds are left out and named: the model can do without them."""
@@ -88,22 +106,24 @@ def read(
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
-    places = _places(kind)
+    root, refused, unread = _rules(kind)
     values, sent = _renamed(kind, values)
     values = kind.prepared(values)
-    values, others = _of_kinds(kind, values)
-    for name in sorted((*_ignored(kind, values, places), *others)):
+    values, others = _of_kinds(kind, values) if kind.KINDS else (values, ())
+    look = _Look(limits, sent)
+    look.at(root, values, ())
+    for name in sorted((*look.ignored, *others)):
         ignore(name)
-    for name in sorted(places.refused & values.keys()):
+    for name in sorted(refused & values.keys()):
         if not _is_off(values[name], kind.OFF.get(name)):
             raise unsupported(name)
-    for steps, most in places.most:
-        number = getattr(limits, most) if isinstance(most, str) else most
-        for name, found in _at(values, steps):
-            _at_most(sent.get(name, name), found, number)
-    for name in _extras(values, places):
+    if look.too_large is not None:
+        raise look.too_large
+    for name in _shown(look.unread):
         ignore(name)
-    return validated(kind, {n: value for n, value in values.items() if n not in places.unread}, sent)
+    if look.unknown is not None:
+        raise look.unknown
+    return validated(kind, {n: value for n, value in values.items() if n not in unread}, sent)
 
 
 def validated(
@@ -122,34 +142,129 @@ def validated(
     return validated(kind, checked, sent, repairs - 1)
 
 
-class _Places(NamedTuple):
-    """The places in bodies of one kind that are looked at before its fields are."""
+@dataclass(slots=True)
+class _FieldRules:
+    """What the types that may stand at a place in a body say of it."""
 
-    ignored: frozenset[str]
-    """Fields of the body itself."""
-    ignored_below: Sequence[tuple[str, Sequence[str]]]
-    refused: frozenset[str]
-    unread: frozenset[str]
-    most: Sequence[tuple[Sequence[str], str | int]]
-    tolerant: Sequence[tuple[str, Sequence[str], frozenset[str]]]
-    """With the members that are read there."""
+    most: str | int | None = None
+    ignored: Ignored | None = None
+    kinds: tuple[str, ...] = ()
+    members: frozenset[str] = frozenset()
+    """The members that are read of an object whose other members are taken although nothing comes of them."""
+    below: dict[str, _FieldRules] = field(default_factory=dict)
+    """The places of its members, or as `[]` that of its entries, as far as anything is said of them."""
+
+    def add(self, hint: Any) -> None:
+        """Adds what one more type says."""
+        origin, args = get_origin(hint), get_args(hint)
+        if isinstance(hint, Most):
+            self.most = hint.bound
+        elif isinstance(hint, Ignored):
+            self.ignored = hint
+        elif isinstance(hint, KnownKinds):
+            self.kinds = hint.names
+        elif origin in (Annotated, Union, UnionType, NotRequired):
+            for each in args:
+                self.add(each)
+        elif origin is list:
+            self._add_below("[]", args)
+        elif is_typeddict(hint):
+            hints = get_type_hints(hint, include_extras=True)
+            self._add_members(getattr(hint, "__pydantic_config__", {}), {n: (of,) for n, of in hints.items()})
+        elif isinstance(hint, type) and issubclass(hint, BaseModel):
+            members = {name: (of.annotation, *of.metadata) for name, of in hint.model_fields.items()}
+            self._add_members(hint.model_config, members)
+
+    def _add_members(self, config: Mapping[str, Any], members: Mapping[str, Sequence[Any]]) -> None:
+        if config.get("extra") == "ignore":
+            self.members |= members.keys()
+        for name, hints in members.items():
+            self._add_below(name, hints)
+
+    def _add_below(self, name: str, hints: Sequence[Any]) -> None:
+        rules = self.below.get(name, _FieldRules())
+        for each in hints:
+            rules.add(each)
+        if rules != _FieldRules():
+            self.below[name] = rules
+
+    def bounds(self, steps: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str | int]]:
+        """Yields the steps to each place with a bound, and the bound."""
+        if self.most is not None:
+            yield steps, self.most
+        for name, rules in self.below.items():
+            yield from rules.bounds((*steps, name))
 
 
 @cache
-def _places(kind: type[StrictBody]) -> _Places:
-    flat = frozenset(place for place in kind.IGNORED if "." not in place)
-    refused = kind.NOT_SUPPORTED | kind.OFF.keys() - kind.model_fields.keys()
-    return _Places(
-        ignored=flat,
-        ignored_below=[(place, steps_to(place)) for place in sorted(kind.IGNORED - flat)],
-        refused=refused,
-        unread=refused | (kind.IGNORED - kind.model_fields.keys()),
-        most=[(steps_to(place), most) for place, most in kind.MOST.items()],
-        tolerant=[
-            (place, steps_to(place), frozenset[str]().union(*(one.__annotations__ for one in types)))
-            for place, types in kind.TOLERANT_AT.items()
-        ],
-    )
+def _rules(kind: type[StrictBody]) -> tuple[_FieldRules, frozenset[str], frozenset[str]]:
+    """Returns what is said of a kind of bodies, the fields that are refused, and those that are not validated."""
+    root, fields = rules_of(kind), kind.model_fields.keys()
+    for name in kind.IGNORED:
+        rules = root
+        for step in name.replace("[]", ".[]").split("."):
+            rules = rules.below.setdefault(step, _FieldRules())
+        rules.ignored = Ignored(kind.NEUTRAL.get(name))
+    refused = kind.NOT_SUPPORTED | kind.OFF.keys() - fields
+    return root, refused, refused | (kind.IGNORED - fields)
+
+
+def rules_of(kind: Any) -> _FieldRules:
+    """Returns what a type says of a value and of what stands below it."""
+    rules = _FieldRules()
+    rules.add(kind)
+    return rules
+
+
+class _Look:
+    """A look at the values of a body before they are validated."""
+
+    def __init__(self, limits: Limits, sent: Mapping[str, str]) -> None:
+        self.ignored: set[str] = set()
+        """The places of fields that ask for something and are ignored."""
+        self.unread: set[str] = set()
+        """Some members that ask for something and are not read, such as `messages[].cache_control`."""
+        self.too_large: ApiError | None = None
+        """The 400 for the first value that is."""
+        self.unknown: ApiError | None = None
+        """The 400 for the first object of a kind that is."""
+        self._limits = limits
+        self._sent = sent
+
+    def at(self, rules: _FieldRules, value: object, steps: tuple[str | int, ...]) -> None:
+        if rules.ignored is not None and value and value != rules.ignored.unless:
+            self.ignored.add(_place_name(steps))
+        if rules.most is not None and self.too_large is None:
+            self._count(rules.most, value, steps)
+        if isinstance(value, dict):
+            kind = _kind_of(value) if rules.kinds and self.unknown is None else None
+            if kind is not None and kind not in rules.kinds:
+                self.unknown = unsupported_value(path_of((*steps, "type"), self._sent), kind)
+            if rules.members and not value.keys() <= rules.members:
+                others = (name for name in value.keys() - rules.members if value[name])
+                self.unread |= {_place_name((*steps, name)) for name in others}
+            for name, member in value.items():
+                if (below := rules.below.get(name)) is not None:
+                    self.at(below, member, (*steps, name))
+        elif isinstance(value, list) and (entries := rules.below.get("[]")) is not None:
+            for i, entry in enumerate(value):
+                self.at(entries, entry, (*steps, i))
+
+    def _count(self, bound: str | int, value: object, steps: tuple[str | int, ...]) -> None:
+        most = getattr(self._limits, bound) if isinstance(bound, str) else bound
+        number = len(value) if isinstance(value, list | dict) else value
+        if isinstance(number, int | float) and number > most:
+            name = path_of(steps, self._sent)
+            self.too_large = invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)
+
+
+def _place_name(steps: Sequence[str | int]) -> str:
+    """Writes the way to a place as `messages[].content`, for all entries of a list."""
+    return "".join("[]" if isinstance(step, int) else f".{step}" for step in steps)[1:]
+
+
+def _shown(names: set[str]) -> list[str]:
+    return sorted(filter(SHOWN.fullmatch, names))[:MOST_SHOWN]
 
 
 def _renamed(
@@ -160,18 +275,18 @@ def _renamed(
     Raises:
         ApiError: 400 for a field that is there under two names.
     """
-    found, sent = dict(values), dict[str, str]()
+    renamed, sent = dict(values), dict[str, str]()
     for name in sorted(kind.ALIASES.keys() & values.keys()):
-        value, field = found.pop(name), kind.ALIASES[name]
+        value, field = renamed.pop(name), kind.ALIASES[name]
         if value is None:
             continue
-        if found.get(field) is not None:
+        if renamed.get(field) is not None:
             raise invalid(f"Give '{field}' or '{name}', not both.", name)
-        found[field], sent[field] = value, name
-    for name in kind.UNSET.keys() & found.keys():
-        if found[name] in kind.UNSET[name]:
-            del found[name]
-    return found, sent
+        renamed[field], sent[field] = value, name
+    for name in kind.UNSET.keys() & renamed.keys():
+        if renamed[name] in kind.UNSET[name]:
+            del renamed[name]
+    return renamed, sent
 
 
 def _of_kinds(
@@ -179,27 +294,20 @@ def _of_kinds(
 ) -> tuple[Mapping[str, object], Sequence[str]]:
     """Returns the values without entries of lists that are of unknown kinds, and the names of these kinds."""
     others: set[str] = set()
-    for field, known in kind.KINDS.items():
-        entries = values.get(field)
+    for name, known in kind.KINDS.items():
+        entries = values.get(name)
         if isinstance(entries, list):
-            kinds = [_kind_of(entry, known) for entry in entries]
-            others |= {f"{field}[].{other}" for other in kinds if other not in known}
-            kept = [entry for entry, of in zip(entries, kinds, strict=True) if of in known]
-            values = {**values, field: kept}
-    return values, sorted(filter(SHOWN.fullmatch, others))[:MOST_SHOWN]
+            strange = {
+                i: of for i, entry in enumerate(entries) if (of := _kind_of(entry)) and of not in known
+            }
+            others |= {f"{name}[].{of}" for of in strange.values()}
+            values = {**values, name: [entry for i, entry in enumerate(entries) if i not in strange]}
+    return values, _shown(others)
 
 
-def _kind_of(entry: object, known: frozenset[str]) -> str:
-    """Returns the kind of an entry; a known one, if it has none, for then it is refused."""
+def _kind_of(entry: object) -> str | None:
     kind = entry.get("type") if isinstance(entry, dict) else None
-    return kind if isinstance(kind, str) else next(iter(known))
-
-
-def _ignored(kind: type[StrictBody], values: Mapping[str, object], places: _Places) -> set[str]:
-    """Returns the places of fields that ask for something and are ignored."""
-    found = [(name, values[name]) for name in places.ignored & values.keys()]
-    found += [(place, value) for place, steps in places.ignored_below for _, value in _at(values, steps)]
-    return {place for place, value in found if value and value != kind.NEUTRAL.get(place)}
+    return kind if isinstance(kind, str) else None
 
 
 def _is_off(value: object, off: tuple[object, ...] | None) -> bool:
@@ -210,37 +318,3 @@ def _is_off(value: object, off: tuple[object, ...] | None) -> bool:
         return value is False
     is_below = -1 in off and isinstance(value, int | float) and value < 0
     return is_below or value in off or value == {}
-
-
-def steps_to(place: str) -> list[str]:
-    """Splits a place like `messages[].content` into names of fields, and `[]` for every entry of a list."""
-    return place.replace("[]", ".[]").split(".")
-
-
-def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
-    """Finds all values at a place, each with its own name, such as `messages[3].content`."""
-    if not steps:
-        yield name, value
-    elif steps[0] != "[]":
-        if isinstance(value, Mapping) and steps[0] in value:
-            step = f"{name}.{steps[0]}" if name else steps[0]
-            yield from _at(value[steps[0]], steps[1:], step)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _at(item, steps[1:], f"{name}[{i}]")
-
-
-def _extras(values: Mapping[str, object], places: _Places) -> list[str]:
-    """Names some members that ask for something and are not read, such as `messages[].cache_control`."""
-    found: set[str] = set()
-    for place, steps, known in places.tolerant:
-        for _, item in _at(values, steps):
-            if isinstance(item, dict) and not item.keys() <= known:
-                found |= {f"{place}.{name}" for name in item.keys() - known if item[name]}
-    return sorted(filter(SHOWN.fullmatch, found))[:MOST_SHOWN]
-
-
-def _at_most(name: str, found: object, most: int) -> None:
-    number = len(found) if isinstance(found, list | dict) else found
-    if isinstance(number, int | float) and number > most:
-        raise invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)

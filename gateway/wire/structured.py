@@ -7,16 +7,20 @@ llama.cpp's `json_schema` and `grammar`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from penstock.engine.planning.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
-from penstock.gateway.wire.schemas import AnswerFormat, Sampled, Schema
+from penstock.gateway.wire.mistakes import missing
+from penstock.gateway.wire.schemas import AnswerFormat, SamplingFields, Schema, StructuredOutputs
 
+FORM_FIELDS = {
+    *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema"),
+    *("response_format", "structured_outputs", "text"),
+}
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 
@@ -27,16 +31,16 @@ class Form(NamedTuple):
     grammar: Grammar
 
 
-def form_of(body: Sampled, limits: Limits, asked: Form | None) -> Form | None:
+def form_of(body: SamplingFields, limits: Limits, answer: Form | None) -> Form | None:
     """Returns the one form that a body asks for; None if its answer is free.
 
     Args:
-        asked: what its `response_format` asks for.
+        answer: what its `response_format` asks for.
 
     Raises:
         ApiError: 400 that names the field, if there are several, or one that is too large, or no grammar.
     """
-    forms = [*([] if asked is None else [asked]), *_guided(body, limits)]
+    forms = [*([] if answer is None else [answer]), *_guided(body, limits)]
     if not forms:
         return None
     if len(forms) > 1:
@@ -70,44 +74,35 @@ def schema_grammar(schema: Schema | None) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
-def missing(field: str) -> ApiError:
-    return invalid(f"You must provide the parameter '{field}'.", field, "missing_required_parameter")
+def _guided(body: SamplingFields, limits: Limits) -> list[Form]:
+    outputs = body.structured_outputs or StructuredOutputs()
+    values = {
+        "json_schema": body.json_schema,
+        "grammar": body.grammar or None,
+        "structured_outputs.json": outputs.json_,
+        "structured_outputs.regex": outputs.regex,
+        "structured_outputs.choice": outputs.choice,
+        "structured_outputs.grammar": outputs.grammar,
+        "structured_outputs.json_object": outputs.json_object or None,
+        "guided_json": body.guided_json,
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "guided_grammar": body.guided_grammar,
+    }
+    return [
+        Form(field, _grammar(field, value, limits)) for field, value in values.items() if value is not None
+    ]
 
 
-def _guided(body: Sampled, limits: Limits) -> Iterator[Form]:
-    if body.json_schema is not None:
-        yield Form("json_schema", schema_grammar(_parsed(body.json_schema, "json_schema", limits)))
-    if body.grammar:
-        yield Form("grammar", Grammar(GrammarKind.LARK, body.grammar))
-    given = body.structured_outputs
-    if given is not None:
-        yield from _forms(
-            "structured_outputs.", given.json_, given.regex, given.choice, given.grammar, limits
-        )
-        if given.json_object:
-            yield Form("structured_outputs.json_object", ANY_OBJECT)
-    yield from _forms(
-        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, limits
-    )
-
-
-def _forms(
-    prefix: str,
-    schema: Schema | str | None,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    limits: Limits,
-) -> Iterator[Form]:
-    if schema is not None:
-        yield Form(f"{prefix}json", schema_grammar(_parsed(schema, f"{prefix}json", limits)))
-    if regex is not None:
-        yield Form(f"{prefix}regex", Grammar(GrammarKind.REGEX, regex))
-    if choice is not None:
-        alternatives = " | ".join(json.dumps(text) for text in choice)
-        yield Form(f"{prefix}choice", Grammar(GrammarKind.LARK, f"start: {alternatives}"))
-    if grammar is not None:
-        yield Form(f"{prefix}grammar", Grammar(GrammarKind.LARK, grammar))
+def _grammar(field: str, value: Any, limits: Limits) -> Grammar:
+    """Returns the grammar that the value of a field asks for; the end of the field's name says what the value is."""
+    if field.endswith("json_object"):
+        return ANY_OBJECT
+    if field.endswith(("json", "json_schema")):
+        return schema_grammar(_parsed(value, field, limits))
+    if field.endswith("choice"):
+        return Grammar(GrammarKind.LARK, f"start: {' | '.join(map(json.dumps, value))}")
+    return Grammar(GrammarKind.REGEX if field.endswith("regex") else GrammarKind.LARK, value)
 
 
 def _parsed(schema: Schema | str, field: str, limits: Limits) -> Schema:

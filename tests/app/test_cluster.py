@@ -14,7 +14,7 @@ import pytest
 from penstock.app import cluster
 from penstock.app.errors import OperatorError
 from penstock.app.settings import Settings
-from penstock.cluster.directory import Report, View
+from penstock.cluster.directory import ClusterView, Report
 from penstock.cluster.plan import Plan, PlanError
 
 
@@ -24,7 +24,7 @@ class Cluster:
     def __init__(self) -> None:
         self.Plan, self.PlanError = Plan, PlanError
         self.ray = self.serve = self.view = self
-        self.seen = View(replicas=(), switches=(), failures=())
+        self.seen = ClusterView(replicas=(), switches=(), failures=())
         self.resources: dict[str, float] = {}
         self.applications: dict[str, Any] = {}
         self.fault: Exception | None = None
@@ -34,7 +34,7 @@ class Cluster:
         self.forget_failures = SimpleNamespace(remote=lambda: self.asked.append("forget"))
         self.is_open = True
 
-    def remote(self) -> View:
+    def remote(self) -> ClusterView:
         return self.seen
 
     def cluster_resources(self) -> Mapping[str, float]:
@@ -110,8 +110,8 @@ def report(
     )
 
 
-def view(*reports: Report, failures: tuple[str, ...] = ()) -> View:
-    return View(
+def view(*reports: Report, failures: tuple[str, ...] = ()) -> ClusterView:
+    return ClusterView(
         replicas=tuple(one for one in reports if one.kind == "replica"),
         switches=tuple(one for one in reports if one.kind == "switch"),
         failures=failures,
@@ -198,7 +198,7 @@ def test_a_plan_that_cannot_be_is_told_by_its_flag(there: Cluster) -> None:
         (view(report("a"), report("b"), report("c", is_draining=True), report("s", replicas=2)), False),
     ],
 )
-def test_it_is_met_when_every_switch_knows_all_replicas(found: View, is_met: bool) -> None:
+def test_it_is_met_when_every_switch_knows_all_replicas(found: ClusterView, is_met: bool) -> None:
     assert cluster._is_met(found, Plan.parse({"replicas": "2-3"})) is is_met
 
 

@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.app import log as log_module
 from penstock.app.log import configure_log, counter, log, progress, said_if_slow
-from penstock.gateway.http.correlation import RequestIdMiddleware
+from penstock.gateway.http.entrance import Entrance
+from penstock.gateway.limits import Limits
 
 Capture = pytest.CaptureFixture[str]
 
@@ -257,4 +258,4 @@ def answer_requests(*paths: str, is_whole: bool = True) -> None:
 
     for path in paths:
         scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"x-request-id", b"req-1")]}
-        asyncio.run(RequestIdMiddleware(app)(scope, cast("Receive", nothing), nothing))
+        asyncio.run(Entrance(app, Limits())(scope, cast("Receive", nothing), nothing))

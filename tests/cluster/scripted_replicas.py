@@ -11,13 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.app.listen import bind, port_of
 from penstock.app.loop import Server, uvicorn_config
-from penstock.cluster.metrics import Metrics
+from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
-from penstock.cluster.relay import Message, Place, Relay, none_ready
+from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address
 from penstock.gateway.background import meanwhile
 from penstock.gateway.errors import ApiError
-from penstock.gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
+from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.refusals import refusal
 
 PATIENCE_S = 10
@@ -87,37 +87,37 @@ async def replica(
         yield Address("127.0.0.1", server.sockets[0].getsockname()[1], is_tls=tls is not None)
 
 
-class FixedGuide:
-    """Replicas in a fixed order; a `cluster.relay.Guide`."""
+class FixedPicker:
+    """Replicas in a fixed order; a `cluster.relay.Picker`."""
 
     def __init__(self, *addresses: Address) -> None:
-        self.places = [Place(f"r{number}", address) for number, address in enumerate(addresses)]
+        self.targets = [Target(f"r{number}", address) for number, address in enumerate(addresses)]
         self.lost: set[str] = set()
 
-    def choose(self, excluded: frozenset[str]) -> Place:
-        for place in self.places:
-            if place.replica not in excluded:
-                return place
+    def choose(self, excluded: frozenset[str]) -> Target:
+        for target in self.targets:
+            if target.replica not in excluded:
+                return target
         raise none_ready()
 
     def has_others(self, excluded: frozenset[str]) -> bool:
-        return any(place.replica not in excluded for place in self.places)
+        return any(target.replica not in excluded for target in self.targets)
 
     def is_lost(self, replica: str) -> bool:
         return replica in self.lost
 
-    def owners(self, id: str) -> Iterator[Place]:  # noqa: ARG002
-        return iter(self.places)
+    def owners(self, id: str) -> Iterator[Target]:  # noqa: ARG002
+        return iter(self.targets)
 
 
 class RelayApp:
     """An app whose every request is relayed as this says."""
 
     def __init__(
-        self, guide: FixedGuide, *, position: Callable[[], Position] | None = None, id: str = ""
+        self, picker: FixedPicker, *, position: Callable[[], Position] | None = None, id: str = ""
     ) -> None:
-        self.guide = guide
-        self.metrics = Metrics()
+        self.picker = picker
+        self.metrics = SwitchMetrics()
         self.timeouts = Timeouts()
         self.stall_s = 30.0
         self.lost_s = 30.0
@@ -131,13 +131,13 @@ class RelayApp:
             body += piece.get("body", b"")
             if not piece.get("more_body"):
                 break
-        message = Message(
+        message = ForwardedRequest(
             scope["method"], scope["path"], scope["raw_path"], scope["headers"][:0], body, id=self._id
         )
         loop = asyncio.get_running_loop()
         connection = Connection(scope, send, loop.time, self.metrics.slow_readers.inc)
         position = self._position and self._position()
-        relay = Relay(message, self.guide, connection, self.metrics, position)
+        relay = Relay(message, self.picker, connection, self.metrics, position)
 
         async def tick() -> None:
             while True:
@@ -157,7 +157,7 @@ class RelayApp:
 async def serving(app: ASGIApp) -> AsyncIterator[Address]:
     """The app on a real port, in this event loop."""
     with bind("127.0.0.1", 0) as listener:
-        server = Server(uvicorn_config(ServerSendMiddleware(app), "off", proxies=["127.0.0.1"]))
+        server = Server(uvicorn_config(app, "off", proxies=["127.0.0.1"]))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0)

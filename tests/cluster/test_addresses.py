@@ -17,7 +17,7 @@ from penstock.cluster import upstream
 from penstock.cluster.members import parse_address
 from penstock.cluster.upstream import Address
 from penstock.gateway.wire.frames import DONE
-from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, replica
+from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedPicker, RelayApp, replica
 from tests.cluster.test_relay import asked
 from tests.cluster.test_switch import SECRET, cluster, make_gateway, until
 
@@ -107,7 +107,7 @@ async def test_a_replica_behind_tls_is_read_like_any_other(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     async with replica(whole, served) as address:
         assert str(address).startswith("https://")
-        reply = await asked(RelayApp(FixedGuide(address)))
+        reply = await asked(RelayApp(FixedPicker(address)))
     assert reply.content == b"data: 1\n\n" + DONE
 
 

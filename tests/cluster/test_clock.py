@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cluster.clock import MOST_S, AwakeClock
+from penstock.cluster.members import MOST_S, AwakeClock
 from penstock.priority.lanes import Lane
 from penstock.priority.routing.router import STALE_S, RouteQuery, Router
 from penstock.priority.verdict import Refusal

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.cluster import directory
-from penstock.cluster.directory import GONE_S, Directory, Report, Stranger
+from penstock.cluster.directory import GONE_S, Directory, ModelMismatch, Report
 from tests.clock import Clock
 
 
@@ -53,7 +53,7 @@ def test_another_model_is_refused_by_name(clock: Clock) -> None:
     one = Directory("secret")
     one.beat(replica("a", "llama 1"))
     with pytest.raises(
-        Stranger, match=r"it serves llama 2, and a on 10\.0\.0\.1 serves llama 1; all of a cluster"
+        ModelMismatch, match=r"it serves llama 2, and a on 10\.0\.0\.1 serves llama 1; all of a cluster"
     ):
         one.beat(replica("b", "llama 2"))
     assert [each.name for each in one.view().replicas] == ["a"]

@@ -1,12 +1,12 @@
-"""Figures are read from the metrics of a replica and of a switch."""
+"""Rates of load are read from the metrics of a replica and of a switch."""
 
 from __future__ import annotations
 
 import pytest
 
 from penstock.cluster import figures
-from penstock.cluster.figures import Figures
-from penstock.cluster.metrics import Metrics as SwitchMetrics
+from penstock.cluster.figures import LoadRates
+from penstock.cluster.metrics import SwitchMetrics
 from penstock.gateway.metrics import Metrics
 from penstock.priority.coverage import Coverage, Margin
 from penstock.priority.lanes import Lane
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_of_a_replica(clock: Clock) -> None:
-    metrics, read, standard = Metrics(), Figures(), Coverage()
+    metrics, read, standard = Metrics(), LoadRates(), Coverage()
     standard.note(Margin(), is_kept=False)
     metrics.note_coverage({Lane.STANDARD: standard})
     first = read.of_replica(metrics.render().decode())
@@ -51,7 +51,7 @@ def test_of_a_replica(clock: Clock) -> None:
 
 
 def test_of_a_switch(clock: Clock) -> None:
-    metrics, read = SwitchMetrics(), Figures()
+    metrics, read = SwitchMetrics(), LoadRates()
     metrics.replicas.set(3)
     read.of_switch(metrics.render().decode())
     metrics.streams.set(2)

@@ -33,7 +33,7 @@ async def test_nothing_new_goes_to_a_frozen_replica_and_its_streams_are_told(
     monkeypatch.setattr(switch, "LOST_S", 0.1)
     with fake_replica(MANY_EVENTS, IDENTITY) as (address, pid):
         async with cluster() as found:
-            known = found.switch.members.known
+            known = found.switch.members.live
 
             async def is_chosen() -> bool:
                 reply = await found.http.post(f"/choose{CHAT}", json=chat_body())

@@ -52,7 +52,7 @@ async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> No
         addresses = [Address(server.host, server.port) for server in replicas]
         async with switch.running(addresses), serving(switch.app()) as address, client(str(address)) as http:
             async with asyncio.timeout(START_S):
-                while len(switch.members.known) < len(replicas):
+                while len(switch.members.live) < len(replicas):
                     await asyncio.sleep(0.01)
             expected = await undisturbed(str(address))
             followers = [Follower(seed) for seed in range(NUM_STREAMS)]

@@ -13,7 +13,7 @@ from penstock.cluster.relay import last_words
 from penstock.cluster.upstream import Address
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.wire.frames import DONE, KEEPALIVE
-from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, Script, replica, serving
+from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedPicker, RelayApp, Script, replica, serving
 from tests.cluster.test_position import CHAT, CHAT_ID, chat_event
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,7 @@ async def relayed(
 ) -> tuple[httpx.Response, RelayApp]:
     async with contextlib.AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(replica(script)) for script in scripts]
-        app = RelayApp(FixedGuide(*addresses), position=(lambda: Position(path)) if position else None)
+        app = RelayApp(FixedPicker(*addresses), position=(lambda: Position(path)) if position else None)
         return await asked(app, path), app
 
 
@@ -197,7 +197,7 @@ async def test_who_waits_for_another_replica_is_kept_company() -> None:
         call.end(chat_event(2), DONE)
 
     async with replica(dies) as first, replica(successor) as second:
-        app = RelayApp(FixedGuide(first, second), position=lambda: Position(CHAT))
+        app = RelayApp(FixedPicker(first, second), position=lambda: Position(CHAT))
         app.timeouts = Timeouts(keepalive_s=0.05)
         async with (
             serving(app) as address,
@@ -219,7 +219,7 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
         await call.left()
 
     async with replica(stalls) as address:
-        app = RelayApp(FixedGuide(address))
+        app = RelayApp(FixedPicker(address))
         app.stall_s = 0.05
         reply = await asked(app)
     assert reply.content == chat_event(0) + last_words(CHAT)
@@ -229,11 +229,11 @@ async def test_a_silent_stream_of_a_replica_that_is_lost_is_given_up_sooner() ->
     async def stalls(call: Call) -> None:
         call.reply()
         call.send(chat_event(0))
-        app.guide.lost.add("r0")
+        app.picker.lost.add("r0")
         await call.left()
 
     async with replica(stalls) as address:
-        app = RelayApp(FixedGuide(address))
+        app = RelayApp(FixedPicker(address))
         app.lost_s = 0.05
         reply = await asked(app)
     assert reply.content == chat_event(0) + last_words(CHAT)
@@ -241,11 +241,11 @@ async def test_a_silent_stream_of_a_replica_that_is_lost_is_given_up_sooner() ->
 
 async def test_a_whole_reply_may_take_long_unless_the_replica_is_lost() -> None:
     async def stalls(call: Call) -> None:
-        app.guide.lost.add("r0")
+        app.picker.lost.add("r0")
         await call.left()
 
     async with replica(stalls) as first, replica(whole) as second:
-        app = RelayApp(FixedGuide(first, second))
+        app = RelayApp(FixedPicker(first, second))
         app.stall_s = app.lost_s = 0.05
         reply = await asked(app)
     assert reply.headers["x-penstock-replica"] == "r1"
@@ -260,7 +260,7 @@ async def test_a_client_that_leaves_is_gone_at_the_replica_too() -> None:
         await call.left()
         is_left.set()
 
-    async with replica(script) as upstream, serving(RelayApp(FixedGuide(upstream))) as address:
+    async with replica(script) as upstream, serving(RelayApp(FixedPicker(upstream))) as address:
         async with httpx.AsyncClient() as http, http.stream("POST", f"{address}{CHAT}") as reply:
             await anext(reply.aiter_raw())
         await asyncio.wait_for(is_left.wait(), PATIENCE_S)
@@ -283,7 +283,7 @@ async def test_a_client_that_does_not_read_holds_the_replica_back_and_then_gets_
                 break
         call.end()
 
-    async with replica(script) as upstream, serving(RelayApp(FixedGuide(upstream))) as address:
+    async with replica(script) as upstream, serving(RelayApp(FixedPicker(upstream))) as address:
         reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
         writer.write(
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
@@ -301,12 +301,12 @@ async def test_what_only_one_replica_has_is_asked_for_until_somebody_knows_it() 
         call.refuse(404)
 
     async with replica(unknown) as first, replica(whole) as second:
-        known = await asked(RelayApp(FixedGuide(first, second), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
-        nowhere = await asked(RelayApp(FixedGuide(first, first), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
+        known = await asked(RelayApp(FixedPicker(first, second), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
+        nowhere = await asked(RelayApp(FixedPicker(first, first), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
     assert (known.status_code, nowhere.status_code) == (200, 404)
 
 
 async def test_a_connection_refused_is_a_replica_that_died() -> None:
     async with replica(whole) as alive:
-        reply = await asked(RelayApp(FixedGuide(Address("127.0.0.1", 1), alive)))
+        reply = await asked(RelayApp(FixedPicker(Address("127.0.0.1", 1), alive)))
     assert reply.headers["x-penstock-replica"] == "r1"

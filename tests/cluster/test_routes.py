@@ -76,7 +76,7 @@ async def switched(
             address = await stack.enter_async_context(replica(script, name=name))
             address = Address("127.0.0.1", 1) if name in gone else address
             switch.router.on_snapshot(snapshot(name), monotonic())
-            switch.members.known[name] = Member(name, tag_of(name), address, is_draining=name in draining)
+            switch.members.live[name] = Member(name, tag_of(name), address, is_draining=name in draining)
         address = await stack.enter_async_context(serving(switch.app()))
         http = httpx.AsyncClient(base_url=str(address), timeout=PATIENCE_S)
         yield await stack.enter_async_context(http)

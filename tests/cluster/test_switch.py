@@ -127,7 +127,7 @@ async def cluster(
             )
         await stack.enter_async_context(switch.running(found.addresses.values()))
         address = await stack.enter_async_context(serving(switch.app()))
-        await until(lambda: len(switch.members.known) == (len(gateways) if ready is None else ready))
+        await until(lambda: len(switch.members.live) == (len(gateways) if ready is None else ready))
         found.http.base_url = httpx.URL(str(address))
         await stack.enter_async_context(found.http)
         yield found
@@ -265,9 +265,9 @@ async def test_a_replica_that_is_gone_or_drains_is_passed_over_at_once_and_comes
         a.service.begin_drain()
         for _ in range(2):  # before it was told, and after
             assert await found.chat() == "b"
-        await until(lambda: "a" not in found.switch.members.known)
+        await until(lambda: "a" not in found.switch.members.live)
         a.service.dispatch.draining = False
-        await until(lambda: "a" in found.switch.members.known)
+        await until(lambda: "a" in found.switch.members.live)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ async def test_who_cannot_stand_in_for_the_others_is_left_out_with_one_line(
         await asyncio.sleep(0.1)  # it is asked again and again
         lines = [record.getMessage() for record in caplog.records if str(odd) in record.getMessage()]
         assert lines == [f"replica {odd} is left out: {says}"]
-        assert found.switch.members.known.keys() == {"a"}
+        assert found.switch.members.live.keys() == {"a"}
 
 
 # What is asked

@@ -38,9 +38,9 @@ from penstock.gateway.endpoints import events, state
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.limits import Limits
-from penstock.gateway.sessions.batches import batch, files, run, running
+from penstock.gateway.sessions.batches import batch, files, run
 from penstock.gateway.sessions.recordings.registry import Keeping
-from penstock.gateway.store import breaker, interface, memory, pieces, redis, redis_records, time_budget
+from penstock.gateway.store import interface, link, memory, pieces, redis, redis_records, time_budget
 from penstock.gateway.wire import compiling, reading
 from penstock.priority import (
     coverage,
@@ -109,7 +109,7 @@ CLAIMS: dict[str, list[str]] = {
         f"an upload of at most {LIMITS.max_upload_bytes // MIB} MiB",
         f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together, "
         f"without Redis {files.MAX_BYTES_IN_MEMORY // MIB} MiB",
-        f"{running.MAX_AT_WORK} batches at work",
+        f"{run.MAX_AT_WORK} batches at work",
         f"{batch.MAX_LINES:,} lines; results of {batch.MAX_RESULT_BYTES // MIB} MiB",
         f"{batch.WINDOW_S // HOUR} hours, then the other lines are `batch_expired`",
         f"`errors` names the first {batch.MAX_ERRORS}",
@@ -212,7 +212,7 @@ CLAIMS: dict[str, list[str]] = {
     "docs/internals/store.md": [
         f"A call takes at most {interface.MAX_WAIT_S * 1000:g} ms",
         f"for up to {time_budget.RETRY_S:g} seconds: a resumable reply",
-        f"After {WORDS[breaker.MAX_FAILURES]} failures in a row",
+        f"After {WORDS[link.MAX_FAILURES]} failures in a row",
         f"zset | ID by when it was put (us); at most {redis_records.MAX_LISTED:,}",
         f"parts of about {pieces.PIECE_BYTES >> 10} KiB",
         f"twice up to {pieces.FANOUT**2} pieces",

@@ -45,6 +45,8 @@ class TroubledRunner(QueuedRunner):
         self.seats: set[Sequence] = set()
         self.lost: set[tuple[str, int]] = set()
         """Choices of steps that failed."""
+        self.is_launching = False
+        """Whether a step is waited for while another is launched: then it is not computed again."""
         self._random, self._trouble = pace, trouble
         self.plain_ahead_s = pace.choice([1.0, 1.0, None])
         if self.plain_ahead_s is None and pace.random() < 0.5:
@@ -63,6 +65,10 @@ class TroubledRunner(QueuedRunner):
         if self._happens():
             self._lose(step.chunks)
             raise ValueError("late")
+        if self._happens():
+            if self.is_launching or sum(chunk.end - chunk.start for chunk in step.chunks) == 1:
+                self._lose(step.chunks)
+            raise OutOfMemory("full, late")
         return result
 
     @contextmanager
@@ -172,7 +178,9 @@ class EngineByTurns:
     def limit(self, scheduler: Scheduler, plan: Plan) -> None:  # noqa: ARG002
         """What a step may choose depends on tokens in flight, perhaps."""
         if self.pace.random() < 0.2:
-            self.engine._land_but(scheduler, 0)
+            self.runner.is_launching = True
+            self.engine._land_but(scheduler, 0, is_launching=True)
+            self.runner.is_launching = False
 
     def rest(self, scheduler: Scheduler) -> None:
         self.num_rests += 1

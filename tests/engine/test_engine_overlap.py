@@ -310,6 +310,22 @@ def test_memory_that_runs_out_in_decode_takes_no_token_twice(harness: EngineHarn
     assert not sum(report.num_preemptions for report in harness.reports)
 
 
+@pytest.mark.parametrize("plain_ahead_s", [None, 1.0])
+def test_a_step_that_finds_no_memory_while_it_runs_is_halved(
+    harness: EngineHarness, plain_ahead_s: float | None
+) -> None:
+    """What was launched after it followed its tokens, and counts for nothing. The first one had 12 tokens."""
+    harness.runner.plain_ahead_s = plain_ahead_s
+    harness.runner.wait_faults = {number: OutOfMemory("full") for number in (1, 4, 9)}
+    for i in range(4):
+        harness.submit(f"r{i}", [i, 2, 3], max_tokens=6)
+    harness.start()
+    for i in range(4):
+        harness.assert_whole(f"r{i}", [i, 2, 3], 6)
+    assert all(report.error is None for report in harness.reports)
+    assert max(report.num_prefill_tokens + report.num_decode_tokens for report in harness.reports) <= 6
+
+
 def test_who_ended_before_the_choice_is_not_launched_again(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +338,9 @@ def test_who_ended_before_the_choice_is_not_launched_again(
         return runner.refused_late(plan) if len(launched) == 2 else launch(plan)
 
     monkeypatch.setattr(runner, "launch", refuse_the_second)
-    monkeypatch.setattr(engine, "_limit", lambda scheduler, _: engine._land_but(scheduler, 0))
+    monkeypatch.setattr(
+        engine, "_limit", lambda scheduler, _: engine._land_but(scheduler, 0, is_launching=True)
+    )
     runner.bad.add(("a", 0))
     harness.submit("a", [1, 2, 3])
     harness.submit("b", [4, 5, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from math import inf
 from threading import Lock
@@ -383,3 +384,14 @@ def test_the_time_of_a_step_is_the_models_once_it_is_known() -> None:
     )
     queue = LaneQueue(Lock(), model=model)
     assert queue.step_seconds(*step) == model.seconds(*step) > 0.01
+
+
+def test_each_text_of_a_large_request_is_let_in_for_a_few_calls() -> None:
+    """A thousand of them are let in together, while nobody else has the loop."""
+    queue, number = make_queue(max_requests=2_000, max_tokens=10**6), 1_000
+    requests = [ask(f"r{i}", 9) for i in range(number)]
+    events: list[str] = []
+    sys.setprofile(lambda _frame, event, _arg: events.append(event))
+    queue.put_all(requests, 0.0, [(0, 0)] * number)
+    sys.setprofile(None)
+    assert events.count("call") <= 40 * number

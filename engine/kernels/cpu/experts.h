@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <mutex>
 #include <utility>
 
 #include "program.h"
@@ -116,6 +117,7 @@ class ExpertsWork {
         }
         ids_.resize(slots);
         weights_.resize(slots);
+        std::lock_guard<std::mutex> lock(counting_);
         most_own_ = own;
         rows_of_.resize(all.size() * own);
     }
@@ -174,12 +176,14 @@ class ExpertsWork {
     // The experts that rows had, summed over operations, and how many operations these were: of all programs since this
     // was asked last.
     void take_touched(int64_t* out) {
+        std::lock_guard<std::mutex> lock(counting_);
         out[0] = std::exchange(touched_, 0);
         out[1] = std::exchange(operations_, 0);
     }
 
     // The rows that each expert had, [operations][most experts of one]: of all programs since this was asked last.
     void take_rows(int64_t* out) {
+        std::lock_guard<std::mutex> lock(counting_);
         std::copy(rows_of_.begin(), rows_of_.end(), out);
         std::fill(rows_of_.begin(), rows_of_.end(), 0);
     }
@@ -306,6 +310,7 @@ class ExpertsWork {
 
     // How many experts of an operation have rows, which are counted.
     int count(size_t operation, int own) {
+        std::lock_guard<std::mutex> lock(counting_);
         int touched = 0;
         for (int expert = 0; expert < own; expert++) {
             const int rows = starts_[expert + 1] - starts_[expert];
@@ -405,6 +410,7 @@ class ExpertsWork {
     std::vector<Routing> routing_;  // per worker
     std::vector<Phase>* phases_ = nullptr;
     std::vector<Plan> planned_;
+    std::mutex counting_;  // steps run beside whoever takes the counts
     int64_t touched_ = 0, operations_ = 0;  // see take_touched
     std::vector<int64_t> rows_of_;           // see take_rows
     int most_own_ = 0;

@@ -24,13 +24,18 @@ struct TableStep {
     int32_t num_sequences, num_tokens, num_changes;
     int32_t num_blocks;  // no sequence has more, in all its tables
     int32_t top_k, top_p;
+    int32_t has_states, num_saves;
 
     const int32_t* slots() const { return words; }                              // [num_sequences]
     const int32_t* starts() const { return slots() + num_sequences; }           // [num_sequences + 1]: of their tokens
     const int32_t* token_ids() const { return starts() + num_sequences + 1; }   // -1 is the one that was sampled last
     const int32_t* places() const { return token_ids() + num_tokens; }          // words of the table that get
     const int32_t* values() const { return places() + num_changes; }            // new values before the step
-    size_t size() const { return 2 * num_sequences + 1 + num_tokens + 2 * num_changes; }
+    const int32_t* state_slots() const { return values() + num_changes; }       // [num_sequences][4], if it has states:
+    const int32_t* state_saves() const { return state_slots() + 4 * num_sequences; }  // [num_saves][4], see Step
+    size_t size() const {
+        return 2 * num_sequences + 1 + num_tokens + 2 * num_changes + (has_states ? 4 * (num_sequences + num_saves) : 0);
+    }
 };
 
 // Makes the inputs of one step after another.
@@ -47,6 +52,9 @@ class TableInputs {
         made_ = {tables_.lengths, tables_.prompt_lens, tables_.last_tokens, tables_.block_tables, tables_.num_rows,
                  tables_.max_blocks, step.slots(), step.starts(), step.token_ids(), step.num_sequences, step.num_tokens,
                  step.num_blocks, words_.data()};
+        state_slots_ = step.has_states ? step.state_slots() : nullptr;
+        state_saves_ = step.has_states ? step.state_saves() : nullptr;
+        num_saves_ = step.num_saves;
         return step.starts()[num] == step.num_tokens ? gather(made_) : kBadStarts;
     }
 
@@ -54,7 +62,8 @@ class TableInputs {
 
     Step step(const int32_t* sample_rows, int samples) {
         return {made_.out_token_ids(), made_.positions(), made_.query_starts, made_.context_lens(), block_tables(),
-                sample_rows, made_.num_tokens, made_.num_sequences, made_.num_blocks / tables_.num_tables, samples};
+                sample_rows, made_.num_tokens, made_.num_sequences, made_.num_blocks / tables_.num_tables, samples,
+                state_slots_, state_saves_, num_saves_};
     }
 
     // 0, 1, ..., num - 1: valid until more are asked for.
@@ -76,6 +85,8 @@ class TableInputs {
 
     const StepTables tables_;
     GatherArgs made_{};
+    const int32_t *state_slots_ = nullptr, *state_saves_ = nullptr;
+    int num_saves_ = 0;
     std::vector<int32_t> words_, blocks_, counting_;
 };
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from ctypes import c_int32, c_void_p
+from itertools import chain
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class StepTables(ctypes.Structure):
 class SentStep(ctypes.Structure):
     _fields_ = [
         ("words", c_void_p),
-        *fields(c_int32, "num_sequences num_tokens num_changes num_blocks top_k top_p"),
+        *fields(c_int32, "num_sequences num_tokens num_changes num_blocks top_k top_p has_states num_saves"),
     ]
 
 
@@ -71,8 +72,10 @@ def tables_of(
 
 def sent(step: TableStep, filters: Filters) -> SentStep:
     """The step as the kernels read it, with its words."""
-    words = array("i", [*step.slots, *step.starts, *step.token_ids, *step.places, *step.values])
+    states = step.state_slots, step.state_saves
+    words = array("i", chain(step.slots, step.starts, step.token_ids, step.places, step.values, *states))
     counts = len(step.slots), len(step.token_ids), len(step.places), step.num_blocks
-    made = SentStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p)
+    has_states, num_saves = bool(step.state_slots), len(step.state_saves) // 4
+    made = SentStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p, has_states, num_saves)
     made.kept = words
     return made

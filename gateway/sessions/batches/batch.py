@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Container, Iterable
@@ -13,10 +12,9 @@ import orjson
 
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
-from penstock.gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files
+from penstock.gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files, new_file_id
 from penstock.gateway.store.records import Records
 
-KIND = "batch"
 WINDOW_S = 24 * 3600
 """A batch that is not done after so long ends as expired."""
 MAX_LINES = 10_000
@@ -26,12 +24,10 @@ MAX_ERRORS = 50
 """A failed batch names so many lines."""
 MAX_CUSTOM_ID_CHARS = 512
 
-BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
-
 Endpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"
 ]
-Status = Literal[
+BatchStatus = Literal[
     "validating",
     "failed",
     "in_progress",
@@ -62,12 +58,12 @@ class Batch:
     id: str
     endpoint: Endpoint
     input_file_id: str
-    output_file_id: str
-    error_file_id: str
+    output_file_id: str = field(default_factory=new_file_id)
+    error_file_id: str = field(default_factory=new_file_id)
     """Results are written to these files, which can be found once there are some and the batch has ended."""
-    created_at: int
+    created_at: int = field(default_factory=lambda: int(time.time()))
     metadata: dict[str, str] | None = None
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     times: dict[str, int] = field(default_factory=dict)
     """The second since 1970 at which the batch came to each status."""
     errors: list[LineError] = field(default_factory=list)
@@ -87,7 +83,7 @@ class Batch:
     def expires_at(self) -> int:
         return self.created_at + WINDOW_S
 
-    def become(self, status: Status) -> None:
+    def become(self, status: BatchStatus) -> None:
         self.status = status
         self.times.setdefault(status, int(time.time()))
 
@@ -116,7 +112,7 @@ class Batch:
         }
 
 
-BATCHES = Records(KIND, Batch, KEPT_S, lambda batch: 128 * (1 + len(batch.errors)))
+BATCHES = Records("batch", Batch, KEPT_S, lambda batch: 128 * (1 + len(batch.errors)))
 
 
 def new_batch_id() -> str:
@@ -139,31 +135,31 @@ class Line:
         return body
 
 
+@dataclass(slots=True)
 class InputCheck:
     """Collects the mistakes in an input file, whose lines are given one list after another."""
 
-    def __init__(self, endpoint: str, limits: Limits) -> None:
-        self._endpoint = endpoint
-        self._limits = limits
-        self._number = 0
-        self._known: set[str] = set()
-        self._errors: list[LineError] = []
+    endpoint: str
+    limits: Limits
+    _number: int = 0
+    _ids: set[str] = field(default_factory=set)
+    _errors: list[LineError] = field(default_factory=list)
 
     @property
     def num_requests(self) -> int:
-        return len(self._known)
+        return len(self._ids)
 
     @property
     def is_over(self) -> bool:
         """Returns whether further lines change nothing."""
-        return len(self._known) > MAX_LINES or len(self._errors) == MAX_ERRORS
+        return len(self._ids) > MAX_LINES or len(self._errors) == MAX_ERRORS
 
     @property
     def errors(self) -> list[LineError]:
         """The mistakes so far; with any of them, no request is run."""
-        if len(self._known) > MAX_LINES:
+        if len(self._ids) > MAX_LINES:
             return [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
-        if not self._known and not self._errors:
+        if not self._ids and not self._errors:
             return [LineError("empty_file", "The input file has no requests.")]
         return self._errors
 
@@ -174,7 +170,7 @@ class InputCheck:
                 return
             try:
                 if text.strip():
-                    self._known.add(_read_line(text, self._endpoint, self._limits, self._known))
+                    self._ids.add(_read_line(text, self.endpoint, self.limits, self._ids))
             except ApiError as error:
                 code = error.code or "invalid_line"
                 self._errors.append(LineError(code, error.message, error.param, self._number))
@@ -185,11 +181,11 @@ def requests_in(lines: Iterable[bytes]) -> list[Line]:
     return [Line(orjson.loads(text)["custom_id"], text) for text in lines if text.strip()]
 
 
-def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]) -> str:
+def _read_line(text: bytes, endpoint: str, limits: Limits, earlier: Container[str]) -> str:
     """The `custom_id` of a line.
 
     Args:
-        known: the `custom_id` of each line before.
+        earlier: the `custom_id` of each line before.
 
     Raises:
         ApiError: it is no request, or none for this endpoint.
@@ -199,7 +195,7 @@ def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         message = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
         raise invalid(message, "custom_id", "invalid_custom_id")
-    if custom_id in known:
+    if custom_id in earlier:
         message = f"{custom_id!r} is the custom_id of another line, too."
         raise invalid(message, "custom_id", "duplicate_custom_id")
     if values.get("method") != "POST":
@@ -217,24 +213,24 @@ def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]
 # Results
 
 
+@dataclass(slots=True)
 class Results:
     """A file of results that grows; the lines in it are done, whatever becomes of this process."""
 
-    def __init__(self, files: Files, tenant: str, file_id: str) -> None:
-        self._files = files
-        self._tenant = tenant
-        self._file_id = file_id
-        self._num_parts = 0
-        """The number of parts that are complete."""
-        self._tail = b""
-        self._is_written = True
-        self.num_bytes = 0
-        self.num_lines = 0
+    files: Files
+    tenant: str
+    file_id: str
+    num_bytes: int = 0
+    num_lines: int = 0
+    _num_parts: int = 0
+    """The number of parts that are complete."""
+    _tail: bytes = b""
+    _is_written: bool = True
 
     async def read(self) -> set[str]:
         """Goes on after the results of an earlier process, and returns the `custom_id` of each."""
         done: set[str] = set()
-        while (part := await self._files.part(self._tenant, self._file_id, self._num_parts)) is not None:
+        while (part := await self.files.part(self.tenant, self.file_id, self._num_parts)) is not None:
             self._num_parts += 1
             self.num_bytes += len(part)
             done |= {orjson.loads(line)["custom_id"] for line in part.splitlines()}
@@ -252,7 +248,7 @@ class Results:
         if self._is_written:
             return
         tail = self._tail
-        await self._files.put_part(self._tenant, self._file_id, self._num_parts, tail)
+        await self.files.put_part(self.tenant, self.file_id, self._num_parts, tail)
         self._is_written = len(tail) == len(self._tail)
         if self._is_written and len(tail) >= PART_BYTES:
             self._num_parts += 1
@@ -264,11 +260,10 @@ class Results:
         if not self.num_lines:
             return
         file = File(
-            id=self._file_id,
+            id=self.file_id,
             purpose="batch_output",
             filename=filename,
-            created_at=int(time.time()),
             num_bytes=self.num_bytes,
             num_parts=self._num_parts + bool(self._tail),
         )
-        await self._files.enter(self._tenant, file)
+        await self.files.enter(self.tenant, file)

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from penstock.gateway.errors import ApiError, answering_unavailable, invalid
+from penstock.gateway.errors import ApiError, answering_unavailable, existing, invalid, not_found
 from penstock.gateway.store.interface import Durable, Key, Store, StoreUnavailable
 from penstock.gateway.store.records import Records
 from penstock.gateway.store.time_budget import retrying
@@ -43,7 +43,7 @@ class File:
     id: str
     purpose: str
     filename: str
-    created_at: int
+    created_at: int = field(default_factory=lambda: int(time.time()))
     num_bytes: int
     num_parts: int
 
@@ -70,25 +70,25 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
 
 
+@dataclass(slots=True)
 class Upload:
     """A file that arrives piece by piece and cannot be found yet."""
 
-    def __init__(self, files: Files, tenant: str, most_bytes: int) -> None:
-        """`most_bytes` is the tenant's room, less other uploads."""
-        self._files = files
-        self._tenant = tenant
-        self.most_bytes = most_bytes
-        self._tail = bytearray()
-        self.id = new_file_id()
-        self.num_bytes = 0
-        self.num_parts = 0
+    files: Files
+    tenant: str
+    most_bytes: int
+    """The tenant's room, less other uploads."""
+    id: str = field(default_factory=new_file_id)
+    num_bytes: int = 0
+    num_parts: int = 0
+    _tail: bytearray = field(default_factory=bytearray)
 
     async def write(self, data: bytes) -> None:
         """Takes more of the file; raises 400 if the tenant has no room for it, 503 while the store does not answer."""
         self.num_bytes += len(data)
-        self._files.arriving[self._tenant] += len(data)
-        if self._files.arriving[self._tenant] > self.most_bytes:
-            raise self._files.full()
+        self.files.arriving[self.tenant] += len(data)
+        if self.files.arriving[self.tenant] > self.most_bytes:
+            raise self.files.full()
         self._tail += data
         while len(self._tail) >= PART_BYTES:
             await self._put(PART_BYTES)
@@ -101,18 +101,17 @@ class Upload:
             id=self.id,
             purpose=purpose,
             filename=filename[:MAX_NAME_CHARS],
-            created_at=int(time.time()),
             num_bytes=self.num_bytes,
             num_parts=self.num_parts,
         )
         with answering():
-            await self._files.enter(self._tenant, file)
+            await self.files.enter(self.tenant, file)
         return file
 
     async def _put(self, num_bytes: int) -> None:
         part = bytes(self._tail[:num_bytes])
         with answering():
-            await retrying(partial(self._files.write_part, self._tenant, self.id, self.num_parts, part))
+            await retrying(partial(self.files.write_part, self.tenant, self.id, self.num_parts, part))
         self.num_parts += 1
         del self._tail[:num_bytes]
 
@@ -143,7 +142,8 @@ class Files:
         try:
             yield upload
         except BaseException:
-            await self._forget_parts(tenant, upload.id, upload.num_parts)
+            with contextlib.suppress(StoreUnavailable):  # then they expire
+                await self._delete_parts(tenant, upload.id, upload.num_parts)
             raise
         finally:
             self.arriving[tenant] -= upload.num_bytes
@@ -171,12 +171,11 @@ class Files:
 
     async def find(self, tenant: str, file_id: str, param: str | None = "id") -> File:
         """The tenant's file of this id; raises 404 if there is none."""
+        if not FILE_ID.fullmatch(file_id):
+            raise not_found("There is no file of that id.", param)
         with answering():
-            known = FILE_ID.fullmatch(file_id) is not None
-            file = await _FILES.get(self._store, tenant, file_id, keep=False) if known else None
-        if file is None:
-            raise _no_file(file_id, param)
-        return file
+            file = await _FILES.get(self._store, tenant, file_id, keep=False)
+        return existing(file, f"No such File object: {file_id}.", param)
 
     async def all(self, tenant: str) -> list[File]:
         """All files of a tenant, the oldest first."""
@@ -188,11 +187,6 @@ class Files:
         with answering():
             await self._store.delete(Key(KIND, tenant, file.id))
             await self._delete_parts(tenant, file.id, file.num_parts)
-
-    async def _forget_parts(self, tenant: str, file_id: str, num_parts: int) -> None:
-        """Deletes the parts of a file, which expire anyway if the store does not answer now."""
-        with contextlib.suppress(StoreUnavailable):
-            await self._delete_parts(tenant, file_id, num_parts)
 
     async def _delete_parts(self, tenant: str, file_id: str, num_parts: int) -> None:
         for number in range(num_parts):
@@ -241,13 +235,6 @@ class Files:
     async def enter(self, tenant: str, file: File) -> None:
         """Lets a file be found whose parts are there."""
         await _FILES.put(self._store, tenant, file.id, file)
-
-
-def _no_file(file_id: str, param: str | None) -> ApiError:
-    message = (
-        f"No such File object: {file_id}." if FILE_ID.fullmatch(file_id) else "There is no file of that id."
-    )
-    return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
 
 
 def _part(tenant: str, file_id: str, number: int) -> Key:

@@ -27,6 +27,7 @@ PASS_ON_S = 60.0
 
 @dataclass(slots=True)
 class _Block:
+    hash: bytes
     parent: bytes | None
     depth: int
     token_ids: bytes
@@ -67,12 +68,13 @@ class BlockChanges:
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
-    def note(self, known: bytes, salt: bytes, *, resident: bool) -> None:
+    def note(self, block: _Block, *, resident: bool) -> None:
         """Notes a block that came or went; one that did both is no change."""
-        if self._there.pop(known, None) is None and (self._salts is None or salt in self._salts):
+        is_noted = self._salts is None or block.salt in self._salts
+        if self._there.pop(block.hash, None) is None and is_noted:
             of, other = (self._stored, self._removed) if resident else (self._removed, self._stored)
-            if other.pop(known, self) is self:
-                of[known] = None
+            if other.pop(block.hash, self) is self:
+                of[block.hash] = None
 
     @property
     def is_behind(self) -> bool:
@@ -81,16 +83,16 @@ class BlockChanges:
 
     def take(self, most: int) -> tuple[list[bytes], list[bytes]]:
         """Takes out at most so many blocks that came, and that went; so many from before are looked at for it."""
-        piece = [self._there.popitem() for _ in range(min(most, len(self._there)))]
-        for known, block in reversed(piece):
-            self.note(known, block.salt, resident=True)
+        piece = [self._there.popitem()[1] for _ in range(min(most, len(self._there)))]
+        for block in reversed(piece):
+            self.note(block, resident=True)
         return _taken(self._stored, most), _taken(self._removed, most)
 
 
 def _taken(hashes: dict[bytes, None], most: int) -> list[bytes]:
     taken = list(islice(hashes, most))
-    for known in taken:
-        del hashes[known]
+    for block_hash in taken:
+        del hashes[block_hash]
     return taken
 
 
@@ -140,8 +142,8 @@ class PrefixTracker:
                 self._remove(event.hash)
             else:
                 assert isinstance(event, Cleared)
-                for known in list(self._blocks):
-                    self._remove(known)
+                for block_hash in list(self._blocks):
+                    self._remove(block_hash)
 
     def remember(self, blocks: Iterable[PrefixChange]) -> None:
         """Notes hits from before a restart, for blocks that are about to come back."""
@@ -165,32 +167,32 @@ class PrefixTracker:
 
     def hottest(self, limit: int, salts: Iterable[bytes]) -> list[HotPrefix]:
         """Prefixes of these salts that were found most, and last; chains that were never found come after them."""
-        candidates = [known for salt in salts for known in self._recent.get(salt, ())]
-        best = nlargest(limit, candidates, key=self._heat)
-        return [self._hot(leaf, self._blocks[leaf]) for leaf in best]
-
-    def _heat(self, known: bytes) -> tuple[int, float, int]:
-        block = self._blocks[known]
-        return block.hits, block.last_used_s, block.depth
-
-    def _hot(self, leaf: bytes, block: _Block) -> HotPrefix:
-        num_tokens = block.depth * _num_tokens(block)
-        return HotPrefix(
-            leaf=leaf, salt=block.salt, num_tokens=num_tokens, hits=block.hits, last_used_s=block.last_used_s
-        )
+        candidates = (self._blocks[block_hash] for salt in salts for block_hash in self._recent.get(salt, ()))
+        best = nlargest(limit, candidates, key=lambda block: (block.hits, block.last_used_s, block.depth))
+        return [
+            HotPrefix(
+                leaf=block.hash,
+                salt=block.salt,
+                num_tokens=block.depth * len(block.token_ids) // TOKEN_BYTES,
+                hits=block.hits,
+                last_used_s=block.last_used_s,
+            )
+            for block in best
+        ]
 
     # What the store does not know yet
 
     def changes(self, limit: int) -> list[PrefixChange]:
         """Takes out at most so many changes: evicted blocks first, then resident ones, in order."""
-        gone = list(islice(self._gone, limit))
-        brought = [_change(known, self._gone.pop(known), resident=False) for known in gone]
-        for known in list(islice(self._dirty, limit - len(brought))):
-            del self._dirty[known]
-            block = self._blocks[known]
+        gone = [self._gone.pop(block_hash) for block_hash in list(islice(self._gone, limit))]
+        dirty = [self._blocks[block_hash] for block_hash in islice(self._dirty, limit - len(gone))]
+        for block in dirty:
+            del self._dirty[block.hash]
             block.written = True
-            brought.append(_change(known, block, resident=True))
-        return brought
+        return [
+            *(_change(block, resident=False) for block in gone),
+            *(_change(block, resident=True) for block in dirty),
+        ]
 
     def failed(self, changes: Iterable[PrefixChange]) -> None:
         """Puts back changes that could not be written, as far as nothing newer is known."""
@@ -198,113 +200,113 @@ class PrefixTracker:
             if change.hash in self._blocks:
                 self._dirty[change.hash] = None
             elif change.hash not in self._gone:
-                self._note_gone(change.hash, _block(change))
+                self._note_gone(_block(change))
 
     def rewrite(self) -> None:
         """Marks all that is resident to be written again: the store may have lost anything."""
         self._dirty = dict.fromkeys(self._blocks)
 
-    def _note_gone(self, known: bytes, block: _Block) -> None:
-        self._gone[known] = block
+    def _note_gone(self, block: _Block) -> None:
+        self._gone[block.hash] = block
         if len(self._gone) > self._max_blocks:
             del self._gone[next(iter(self._gone))]
 
     # Events
 
     def _add(self, event: Stored) -> None:
-        known = event.hash
-        if known in self._blocks:
+        if event.hash in self._blocks:
             return
-        self._blocks[known] = _Block(
+        self._blocks[event.hash] = block = _Block(
+            hash=event.hash,
             parent=event.parent,
             depth=event.depth,
             token_ids=pack_tokens(event.token_ids),
             salt=event.salt,
-            hits=self._remembered.pop(known, 0),
+            hits=self._remembered.pop(event.hash, 0),
             last_used_s=self._clock(),
-            written=self._gone.pop(known, None) is not None,
+            written=self._gone.pop(event.hash, None) is not None,
         )
         self._num_at_depth[event.depth] = self._num_at_depth.get(event.depth, 0) + 1
-        self._dirty[known] = None
+        self._dirty[event.hash] = None
         for changes in self._listeners:
-            changes.note(known, event.salt, resident=True)
-        if known not in self._num_children:
-            self._leaves[known] = None
-            self._note_recent(known, event.salt)
+            changes.note(block, resident=True)
+        if event.hash not in self._num_children:
+            self._leaves[event.hash] = None
+            self._note_recent(block)
         if event.parent is not None:
             self._num_children[event.parent] = self._num_children.get(event.parent, 0) + 1
             self._leaves.pop(event.parent, None)
             parent = self._blocks.get(event.parent)
             if parent is not None and not parent.is_end:
-                self._forget_recent(event.parent, parent.salt)
+                self._forget_recent(parent)
         if len(self._blocks) > self._max_blocks:
             self.num_untracked += 1
             self._remove(next(iter(self._leaves)))
 
-    def _note_hit(self, known: bytes) -> None:
-        block = self._blocks.get(known)
+    def _note_hit(self, block_hash: bytes) -> None:
+        block = self._blocks.get(block_hash)
         if block is None:
             return
         block.is_end = True
-        self._note_recent(known, block.salt)
-        if known in self._leaves:
-            self._leaves.move_to_end(known)
+        self._note_recent(block)
+        if block_hash in self._leaves:
+            self._leaves.move_to_end(block_hash)
         now = self._clock()
-        self._count_hits(known, block, 1, now)
+        self._count_hits(block, 1, now)
         while block.parent is not None and now - block.passed_on_s >= PASS_ON_S:
             parent = self._blocks.get(block.parent)
             if parent is None:
                 return
-            self._count_hits(block.parent, parent, block.owed, now)
+            self._count_hits(parent, block.owed, now)
             block.owed, block.passed_on_s = 0, now
             block = parent
 
-    def _count_hits(self, known: bytes, block: _Block, hits: int, now: float) -> None:
+    def _count_hits(self, block: _Block, hits: int, now: float) -> None:
         block.hits += hits
         block.owed += hits
         block.last_used_s = now
-        self._dirty[known] = None
+        self._dirty[block.hash] = None
 
-    def _note_recent(self, known: bytes, salt: bytes) -> None:
-        recent = self._recent.setdefault(salt, OrderedDict())
-        recent[known] = None
-        recent.move_to_end(known)
+    def _note_recent(self, block: _Block) -> None:
+        recent = self._recent.setdefault(block.salt, OrderedDict())
+        recent[block.hash] = None
+        recent.move_to_end(block.hash)
         if len(recent) > MAX_RECENT:
             recent.popitem(last=False)
 
-    def _forget_recent(self, known: bytes, salt: bytes) -> None:
-        recent = self._recent.get(salt)
+    def _forget_recent(self, block: _Block) -> None:
+        recent = self._recent.get(block.salt)
         if recent is not None:
-            recent.pop(known, None)
+            recent.pop(block.hash, None)
             if not recent:
-                del self._recent[salt]
+                del self._recent[block.salt]
 
-    def _remove(self, known: bytes) -> None:
-        block = self._blocks.pop(known, None)
+    def _remove(self, block_hash: bytes) -> None:
+        block = self._blocks.pop(block_hash, None)
         if block is None:
             return
-        self._leaves.pop(known, None)
+        self._leaves.pop(block_hash, None)
         for changes in self._listeners:
-            changes.note(known, block.salt, resident=False)
-        self._forget_recent(known, block.salt)
-        self._dirty.pop(known, None)
+            changes.note(block, resident=False)
+        self._forget_recent(block)
+        self._dirty.pop(block_hash, None)
         if block.written:
-            self._note_gone(known, block)
+            self._note_gone(block)
         _count_down(self._num_at_depth, block.depth)
         if block.parent is not None:
             self._release_parent(block.parent, block)
 
-    def _release_parent(self, known: bytes, child: _Block) -> None:
-        _count_down(self._num_children, known)
-        parent = self._blocks.get(known)
+    def _release_parent(self, block_hash: bytes, child: _Block) -> None:
+        _count_down(self._num_children, block_hash)
+        parent = self._blocks.get(block_hash)
         if parent is None:
             return
         if child.owed:
-            self._count_hits(known, parent, child.owed, max(parent.last_used_s, child.last_used_s))
-        if known not in self._num_children:
-            self._leaves[known] = None
-            self._leaves.move_to_end(known, last=parent.last_used_s > child.last_used_s)
-            self._note_recent(known, parent.salt)
+            self._count_hits(parent, child.owed, max(parent.last_used_s, child.last_used_s))
+        if block_hash not in self._num_children:
+            self._leaves[block_hash] = None
+            self._leaves.move_to_end(block_hash, last=parent.last_used_s > child.last_used_s)
+            self._note_recent(parent)
 
 
 def _count_down(counts: dict[_Counted, int], name: _Counted) -> None:
@@ -313,13 +315,9 @@ def _count_down(counts: dict[_Counted, int], name: _Counted) -> None:
         del counts[name]
 
 
-def _num_tokens(block: _Block) -> int:
-    return len(block.token_ids) // TOKEN_BYTES
-
-
-def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
+def _change(block: _Block, *, resident: bool) -> PrefixChange:
     return PrefixChange(
-        hash=known,
+        hash=block.hash,
         parent=block.parent,
         depth=block.depth,
         token_ids=unpack_tokens(block.token_ids),
@@ -332,4 +330,6 @@ def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
 
 def _block(change: PrefixChange) -> _Block:
     packed = pack_tokens(change.token_ids)
-    return _Block(change.parent, change.depth, packed, change.salt, change.hits, change.last_used_s, True)
+    return _Block(
+        change.hash, change.parent, change.depth, packed, change.salt, change.hits, change.last_used_s, True
+    )

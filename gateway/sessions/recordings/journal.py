@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
 from math import isnan, nan
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,9 +24,9 @@ from penstock.engine.planning.request import FinishReason, Output, Request, Toke
 from penstock.gateway.errors import ApiError
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.kinds import WriterMaker
-from penstock.gateway.sessions.recordings.recording import Recording, Turns
+from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.store.interface import Journal, JournalChange
-from penstock.gateway.store.packing import TOKEN_BYTES, Tokens
+from penstock.gateway.store.packing import TOKEN_BYTES, Tokens, pack_tokens, unpack_tokens
 
 _HEADER_BYTES = 6
 """A token of the prompt takes about so many bytes in a journal's header."""
@@ -32,6 +34,7 @@ _WORD_BYTES = 2
 """Making a word of a journal is as much work as reading so many bytes."""
 _ENDS = 1 << 31
 """The bit of a token with which its choice ends."""
+_UNTOLD = TokenLogprobs(nan)
 
 
 class CorruptJournal(ValueError):
@@ -55,6 +58,9 @@ class _Header(BaseModel):
     """The request without its prompt."""
 
 
+_FACTS = ("kind", "details", "created", "detachable", "max_detached_s", "attempts")
+
+
 class _End(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -68,17 +74,17 @@ class _End(BaseModel):
 
 def header_of(recording: Recording) -> bytes:
     header = _Header.model_construct(  # of what is known to be right
+        **_facts(recording),
         version=2,
-        kind=recording.kind,
-        details=recording.details,
-        created=recording.created,
-        detachable=recording.detachable,
-        max_detached_s=recording.max_detached_s,
-        attempts=recording.attempts,
         prompt=recording.request.prompt_token_ids,
         request=replace(recording.request, prompt_token_ids=(), output_token_ids=(), block_hashes=()),
     )
     return header.model_dump_json().encode()
+
+
+def _facts(of: Recording | _Header) -> dict[str, Any]:
+    """Returns the fields that a recording and its header have in common."""
+    return {name: getattr(of, name) for name in _FACTS}
 
 
 def end_of(recording: Recording) -> bytes:
@@ -121,19 +127,7 @@ async def change_of(
 def unwritten_bytes(recording: Recording, written: int | None) -> int:
     """Returns about how many bytes a journal lacks that has so many words; see `change_of`."""
     header = _HEADER_BYTES * recording.num_prompt_tokens if written is None else 0
-    num_words = len(recording.token_ids) * _words_each(recording.request)
-    return header + TOKEN_BYTES * (num_words - (written or 0))
-
-
-class Token(NamedTuple):
-    """A token that is written down."""
-
-    choice: int
-    """The number of its choice."""
-    id: int
-    logprobs: TokenLogprobs | None
-    ends: bool
-    """Its choice ends with it; in a reply of one choice that is not written down."""
+    return header + recording.num_taken * _row(recording.request).size - TOKEN_BYTES * (written or 0)
 
 
 def words_of(recording: Recording, start: int = 0) -> tuple[int, Callable[[], tuple[int, ...]]]:
@@ -142,66 +136,80 @@ def words_of(recording: Recording, start: int = 0) -> tuple[int, Callable[[], tu
     Returns:
         How many words they are, and what makes them, wherever it is called.
     """
-    request = recording.request
-    first = start // _words_each(request)
-    token_ids, logprobs = recording.token_ids[first:], recording.logprobs[first:]
-    for place in recording.ends:
-        if place >= first:
-            token_ids[place - first] |= _ENDS
+    row, counts = _row(recording.request), [len(choice.token_ids) for choice in recording.choices]
+    first = start * TOKEN_BYTES // row.size
+    sums = partial(_num_in_turns, counts)
+    turn = bisect_right(range(max(counts) + 1), first, key=sums) - 1
+    marks = recording.request.n > 1
+    rests = [
+        (choice.token_ids[turn:], choice.logprobs[turn:], marks and choice.ended)
+        for choice in recording.choices
+    ]
+    num_words = (sum(counts) - first) * row.size // TOKEN_BYTES
+    return num_words, partial(_words, recording.request, rests, first - sums(turn))
+
+
+def _num_in_turns(counts: Sequence[int], num_turns: int) -> int:
+    """Returns how many tokens choices of so many tokens bring in their first turns."""
+    return sum(min(count, num_turns) for count in counts)
+
+
+_Rest = tuple[list[int], list[TokenLogprobs | None], bool]
+"""Tokens of a choice, their log probabilities, and whether the last one is marked as its end."""
+
+
+def _words(request: Request, rests: Sequence[_Rest], num_written: int) -> tuple[int, ...]:
+    """Makes the words of tokens, without the first of them, which were written before."""
+    in_turns = [token for turn in zip_longest(*map(_marked, rests)) for token in turn if token is not None]
     num_top = request.sampling.num_logprobs
     if num_top is None:
-        return len(token_ids), partial(tuple, token_ids)
-    return len(token_ids) * _words_each(request), partial(_words, token_ids, logprobs, num_top)
+        return tuple(word for word, _ in in_turns[num_written:])
+    pack, none = _row(request).pack, ((0, nan),) * num_top
+    return unpack_tokens(
+        b"".join(
+            pack(word, logprobs.logprob, *chain.from_iterable([*logprobs.top, *none][:num_top]))
+            for word, logprobs in ((word, logprobs or _UNTOLD) for word, logprobs in in_turns[num_written:])
+        )
+    )
 
 
-def _words(token_ids: list[int], logprobs: list[TokenLogprobs], num_top: int) -> tuple[int, ...]:
-    words: list[int] = []
-    for token_id, found in zip(token_ids, logprobs, strict=True):
-        words += (token_id, _bits(found.logprob))
-        for other, logprob in [*found.top, *((0, nan),) * (num_top - len(found.top))]:
-            words += (other, _bits(logprob))
-    return tuple(words)
+def _marked(rest: _Rest) -> Iterator[tuple[int, TokenLogprobs | None]]:
+    token_ids, logprobs, ends = rest
+    if ends and token_ids:
+        token_ids[-1] |= _ENDS
+    return zip_longest(token_ids, logprobs)
 
 
-def tokens_of(request: Request, words: tuple[int, ...]) -> Iterator[Token]:
-    """Reads what `words_of` made.
+def _row(request: Request) -> struct.Struct:
+    """Returns the words of one token."""
+    num_top = request.sampling.num_logprobs
+    return struct.Struct("<I" if num_top is None else "<If" + "If" * num_top)
+
+
+def _outputs(request: Request, words: tuple[int, ...]) -> tuple[list[Output], Collection[int]]:
+    """Reads what `words_of` made: outputs without their texts, and the choices that have not ended.
 
     Raises:
         CorruptJournal: they are no tokens of this request's.
     """
-    each, turns = _words_each(request), Turns(request.n)
-    if len(words) % each:
+    row, turns, outputs = _row(request), deque(range(request.n)), list[Output]()
+    if len(words) * TOKEN_BYTES % row.size:
         raise CorruptJournal("its last token is not whole")
-    for start in range(0, len(words), each):
-        word, *known = words[start : start + each]
-        ends = request.n > 1 and bool(word & _ENDS)
-        if turns.next < 0:
+    for word, *rest in row.iter_unpack(pack_tokens(words)):
+        if not turns:
             raise CorruptJournal("it has tokens after its end")
-        yield Token(turns.next, word & ~_ENDS, _logprobs_of(known) if known else None, ends)
-        turns.pass_on(ends=ends)
+        index = turns.popleft()
+        if request.n == 1 or not word & _ENDS:
+            turns.append(index)
+        outputs.append(Output(request.request_id, index, [word & ~_ENDS], "", _logprobs_of(rest)))
+    return outputs, turns
 
 
-def _words_each(request: Request) -> int:
-    num_top = request.sampling.num_logprobs
-    return 1 if num_top is None else 2 + 2 * num_top
-
-
-def _logprobs_of(words: list[int]) -> TokenLogprobs | None:
-    logprob = _float(words[0])
-    if isnan(logprob):
+def _logprobs_of(values: list[Any]) -> list[TokenLogprobs] | None:
+    if not values or isnan(values[0]):
         return None
-    top = ((other, _float(bits)) for other, bits in zip(words[1::2], words[2::2], strict=True))
-    return TokenLogprobs(logprob, tuple(pair for pair in top if not isnan(pair[1])))
-
-
-def _bits(value: float) -> int:
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return bits
-
-
-def _float(bits: int) -> float:
-    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return value
+    top = zip(values[1::2], values[2::2], strict=True)
+    return [TokenLogprobs(values[0], tuple(pair for pair in top if not isnan(pair[1])))]
 
 
 class Replayer(Protocol):
@@ -216,25 +224,21 @@ def replay(request: Request, words: tuple[int, ...], *, replayer: Replayer, max_
     """Brings again what the engine brought, as far as it was written down.
 
     Raises:
-        CorruptJournal: as `tokens_of`.
+        CorruptJournal: as `_outputs`.
     """
-    tokens = list(tokens_of(request, words))
+    outputs, unended = _outputs(request, words)
     texts, reasons = [], []
     for index in range(request.n):
-        own = [token for token in tokens if token.choice == index]
-        is_whole = bool(own) and own[-1].ends
-        said, reason = replayer.replay(request, [token.id for token in own], max_len, is_whole=is_whole)
+        token_ids = [output.token_ids[0] for output in outputs if output.index == index]
+        said, reason = replayer.replay(request, token_ids, max_len, is_whole=index not in unended)
         texts.append(deque(said))
         reasons.append(reason)
-    for token in tokens:
-        if not (
-            left := texts[token.choice]
-        ):  # it ends earlier than it did there: the context is shorter here
-            continue
-        output = Output(request.request_id, token.choice, [token.id], left.popleft())
-        output.logprobs = None if token.logprobs is None else [token.logprobs]
-        output.finish_reason = None if left else reasons[token.choice]
-        yield output
+    for output in outputs:
+        left = texts[output.index]
+        if left:  # or else it ends earlier than it did there: the context is shorter here
+            output.text = left.popleft()
+            output.finish_reason = None if left else reasons[output.index]
+            yield output
 
 
 def rebuild(
@@ -257,7 +261,12 @@ def rebuild(
     header, end = _parsed(journal)
     if header.kind not in writers:
         raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
-    recording = _recording(header, now, writers[header.kind])
+    recording = Recording(
+        replace(header.request, prompt_token_ids=header.prompt, arrival_s=now),
+        writer=writers[header.kind](header.request, header.created, header.details),
+        journalled=True,
+        **_facts(header) | {"attempts": header.attempts + 1},
+    )
     prepare(recording)
     for output in replayed(recording.request, journal.token_ids):
         recording.push(output)
@@ -276,21 +285,6 @@ def _parsed(journal: Journal) -> tuple[_Header, _End | None]:
     if header.request.request_id != journal.stream_id:
         raise CorruptJournal("it is another stream's")
     return header, end
-
-
-def _recording(header: _Header, now: float, make_writer: WriterMaker) -> Recording:
-    recording = Recording(
-        replace(header.request, prompt_token_ids=header.prompt, arrival_s=now),
-        kind=header.kind,
-        details=header.details,
-        created=header.created,
-        writer=make_writer(header.request, header.created, header.details),
-        detachable=header.detachable,
-        journalled=True,
-        max_detached_s=header.max_detached_s,
-    )
-    recording.attempts = header.attempts + 1
-    return recording
 
 
 def _end(recording: Recording, end: _End) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from math import nan
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from penstock.engine.planning.grammar import Grammar
-from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
-from penstock.gateway.errors import ApiError
+from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.gateway.errors import ApiError, gone
 from penstock.gateway.http.connections import Connection, Timeouts
+from penstock.gateway.http.correlation import log_fault
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.live import LOGPROB_BYTES
 from penstock.gateway.sessions.recordings.frames import KeptFrames
@@ -35,105 +35,60 @@ _TOKEN_BYTES = 110
 """The approximate bytes of an output token with its text."""
 _HELD_BYTES = 400
 """The approximate bytes of a token that waits to be turned into events."""
+_BATCH = 256
+"""The events that are sent at once; other work of the event loop has its turn between two batches."""
 _OWN_BYTES = 6_000
 """The approximate bytes of a recording without its events and tokens, with its request and writer."""
-_UNTOLD = TokenLogprobs(nan)
 
 
-class Turns:
-    """The order of choices' tokens: each choice that has not ended brings one, then each of them the next one."""
-
-    def __init__(self, num_choices: int) -> None:
-        self._left = list(range(num_choices))
-        self._place = 0
-
-    @property
-    def next(self) -> int:
-        """The number of the choice whose token comes next; -1 when all have ended."""
-        return self._left[self._place] if self._left else -1
-
-    def pass_on(self, *, ends: bool) -> None:
-        """Notes that the choice's token was taken; with it the choice `ends`, or goes on."""
-        if ends:
-            del self._left[self._place]
-        else:
-            self._place += 1
-        if self._place == len(self._left):
-            self._place = 0
-
-
-class Follower(Protocol):
-    """One connection that follows a recording."""
-
-    connection: Connection
-    position: int
-    """The number of the last event that the connection was sent; -1 for none."""
-
-
+@dataclass(eq=False)
 class Recording(Generation):
     """The reply to one request, written down as it comes."""
 
     may_join = False  # every token is an event
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        kind: str,
-        details: dict[str, Any],
-        created: int,
-        writer: Writer[Recording],
-        detachable: bool,
-        journalled: bool,
-        max_detached_s: float | None = None,
-    ) -> None:
-        """
-        Args:
-            kind: the API that it is written for, "chat" say.
-            details: what the writer is made of; JSON, for it goes into the journal.
-            created: in seconds since 1970.
-            detachable: it goes on when nobody reads it.
-            max_detached_s: but for no longer than this.
-        """
-        super().__init__([request])
-        self.request = request
-        """The request as it was sent; the part of it on which the engine still works is in `requests`."""
-        self.writer = writer
-        self.kind = kind
-        self.details = details
-        self.created = created
-        self.detachable = detachable
-        self.journalled = journalled
-        self.max_detached_s = max_detached_s
-        self.is_streamed = bool(details.get("stream", True))
+    request: Request
+    """The request as it was sent; the part of it on which the engine still works is in `requests`."""
+    _: KW_ONLY
+    kind: str
+    """The API that it is written for, "chat" say."""
+    details: dict[str, Any]
+    """What the writer is made of; JSON, for it goes into the journal."""
+    created: int
+    """In seconds since 1970."""
+    writer: Writer[Recording]
+    detachable: bool
+    """Whether it goes on when nobody reads it."""
+    journalled: bool
+    max_detached_s: float | None = None
+    """How long it goes on then, if there is a bound."""
+    attempts: int = 1
+    """The number of processes that have worked on it."""
+    cancelled: bool = False
+    settled: bool = False
+    """Whether it has ended and was kept."""
+    started: bool = False
+    """Whether the first token has come."""
+    ended_s: float | None = None
+    detached_s: float | None = None
+    """The time since which nobody reads it; None while somebody does."""
+    on_news: Callable[[Recording], None] = lambda _: None
+    """A function that is called when there is something to write down."""
+
+    def __post_init__(self) -> None:
+        super().__init__([self.request])
+        self.detached_s = self.request.arrival_s if self.detachable else None
+        self.is_streamed = bool(self.details.get("stream", True))
         """Whether it has events; otherwise it can only be had as a whole."""
-        self.kept = {index: Delta() for index in range(request.n)}
-        self.token_ids: list[int] = []
-        """The tokens of all choices, in turns."""
-        self.logprobs: list[TokenLogprobs] = []
-        """The log probabilities of all of them; none if they are not told."""
-        self.ends: set[int] = set()
-        """The places of the tokens with which one of several choices ended."""
-        self.cancelled = False
-        self.settled = False
-        """Whether it has ended and was kept."""
-        self.started = False
-        """Whether the first token has come."""
+        self.kept = {index: Delta() for index in range(self.request.n)}
         self._begun_s: float | None = None
         """The time about which its first token came here."""
-        self.ended_s: float | None = None
-        self.attempts = 1
-        """The number of processes that have worked on it."""
-        self.detached_s: float | None = request.arrival_s if detachable else None
-        """The time since which nobody reads it; None while somebody does."""
-        self.on_news: Callable[[Recording], None] = _ignore
-        """A function that is called when there is something to write down."""
         self._frames = KeptFrames()
-        self._tells_logprobs = request.sampling.num_logprobs is not None
-        self._turns = Turns(request.n)
-        self._held: list[deque[Output]] = [deque() for _ in range(request.n)]
+        self._turns = deque(range(self.request.n))
+        """The choices that have not ended, in the order in which they bring a token each."""
+        self._held: list[deque[Output]] = [deque() for _ in range(self.request.n)]
         """The outputs of each choice that wait for their turn."""
-        self._readers: dict[Follower, None] = {}
+        self._readers: dict[Reader, None] = {}
 
     @property
     def id(self) -> str:
@@ -190,13 +145,13 @@ class Recording(Generation):
     def num_bytes(self) -> int:
         """The memory that it takes, about."""
         num_held = sum(map(len, self._held)) if self.request.n > 1 else 0
-        num_logprobs = len(self.logprobs) * (1 + (self.request.sampling.num_logprobs or 0))
+        num_logprobs = sum(len(choice.logprobs) for choice in self.choices)
         return (
             _OWN_BYTES
             + self._frames.num_bytes
             + _HELD_BYTES * num_held
-            + LOGPROB_BYTES * num_logprobs
-            + _TOKEN_BYTES * len(self.token_ids)
+            + LOGPROB_BYTES * num_logprobs * (1 + (self.request.sampling.num_logprobs or 0))
+            + _TOKEN_BYTES * self.num_taken
             + 36 * self.num_prompt_tokens
         )
 
@@ -204,6 +159,11 @@ class Recording(Generation):
     def choices(self) -> list[Delta]:
         """The whole output of each choice."""
         return list(self.kept.values())
+
+    @property
+    def num_taken(self) -> int:
+        """The number of tokens in it; others may wait for their turn."""
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     def outputs(self) -> Outputs:
         return self.kept.items()
@@ -251,7 +211,7 @@ class Recording(Generation):
         Several of them are as many requests, which share the blocks of the prompt, as choices of one request do.
         """
         if self.request.n == 1:
-            self.request = replace(self.request, output_token_ids=tuple(self.token_ids))
+            self.request = replace(self.request, output_token_ids=tuple(self.kept[0].token_ids))
             self.requests = [self.request]
             return
         left = [
@@ -294,25 +254,18 @@ class Recording(Generation):
             self._take(output)
         else:
             self._held[output.index].append(output)
-            while (index := self._turns.next) >= 0 and self._held[index]:
-                self._take_turn(self._held[index].popleft())
+            while self._turns and (waiting := self._held[self._turns[0]]):
+                index, output = self._turns.popleft(), waiting.popleft()
+                if output.finish_reason is None:
+                    self._turns.append(index)
+                self._take(output)
         self.on_news(self)
-
-    def _take_turn(self, output: Output) -> None:
-        ends = output.finish_reason is not None
-        self._take(output)
-        if ends:
-            self.ends.add(len(self.token_ids) - 1)
-        self._turns.pass_on(ends=ends)
 
     def _take(self, output: Output) -> None:
         if not self.started:
             self.started = True
             self.open()
         self.kept[output.index].add(output)
-        self.token_ids += output.token_ids
-        if self._tells_logprobs:
-            self.logprobs += output.logprobs or [_UNTOLD] * len(output.token_ids)
         if self.is_streamed and (output.finish_reason is not None or output.logprobs):
             self._add(self._more(output))
         elif self.is_streamed:
@@ -347,11 +300,11 @@ class Recording(Generation):
 
     # Readers
 
-    def attach(self, reader: Follower) -> None:
+    def attach(self, reader: Reader) -> None:
         self._readers[reader] = None
         self.detached_s = None
 
-    def detach(self, reader: Follower, now: float) -> None:
+    def detach(self, reader: Reader, now: float) -> None:
         self._readers.pop(reader, None)
         if not self._readers:
             self.detached_s = now
@@ -368,5 +321,93 @@ class Recording(Generation):
         return patience_s is not None and now - self.detached_s >= patience_s
 
 
-def _ignore(_: Recording) -> None:
-    pass
+class Reader:
+    """One connection that follows a recording, from any of its events on."""
+
+    def __init__(self, recording: Recording, position: int = -1) -> None:
+        """
+        Args:
+            position: number of the last event that the client has; -1 if none.
+
+        Raises:
+            ApiError: 410, if what comes next is no longer kept.
+        """
+        self.recording = self.reply = recording
+        self.connection: Connection
+        """The connection, from the moment on in which the reader is attached."""
+        self.position = position
+        self._began_at = position
+        self.at_end = False
+        """Whether the reader has everything."""
+        self._check_position()
+
+    @property
+    def writer(self) -> Writer[Recording]:
+        return self.recording.writer
+
+    @property
+    def finished(self) -> bool:
+        return self.recording.settled
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """The error that is the whole reply; a reader that has some events gets it as another event instead."""
+        return self.recording.error if self.recording.settled and self._began_at < 0 else None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to take at once."""
+        return not self.at_end and self._lacks_events
+
+    @property
+    def _lacks_events(self) -> bool:
+        return self.position + 1 < self.recording.num_events
+
+    @property
+    def _has_news(self) -> bool:
+        recording, is_committed = self.recording, self.connection.committed
+        if is_committed and self.writer.opens_early:
+            recording.open()
+        # How a reply opens is told with its first token, or when the client has waited for long enough.
+        return recording.settled or ((recording.started or is_committed) and self._lacks_events)
+
+    async def news(self) -> None:
+        """Returns when there is something to send, or the connection is gone."""
+        while not (self._has_news or self.connection.gone or self.connection.overdue):
+            await self.connection.sleep()
+
+    async def end(self) -> None:
+        """Returns when the recording has ended, or the connection is gone."""
+        while not (self.recording.settled or self.connection.gone):
+            await self.connection.sleep()
+
+    def outputs(self) -> Outputs:
+        return self.recording.outputs()
+
+    def take(self) -> bytes:
+        """Returns the next events that the client does not have."""
+        recording = self.recording
+        try:
+            self._check_position()
+        except ApiError as error:  # it was too slow: the events that it lacks are forgotten
+            return self._end_here(error)
+        frames = recording.frames_from(self.position + 1, _BATCH) if self._has_news else []
+        self.position += len(frames)
+        if not recording.settled or self._lacks_events:
+            return b"".join(frames)
+        if recording.error is not None:
+            log_fault(recording.error)
+            if recording.is_interrupted:
+                return b"".join(frames) + self._end_here(recording.error)
+        self.at_end = True
+        return b"".join([*frames, self.writer.tail])
+
+    def _end_here(self, error: ApiError) -> bytes:
+        self.at_end = True
+        return self.writer.fault(self.recording, error, self.position)
+
+    def _check_position(self) -> None:
+        first = self.recording.num_dropped
+        if first and self.position + 1 < first:
+            message = f"Events up to {first - 1} are no longer kept; go on with starting_after={first - 1}."
+            raise gone(message, "position_expired")

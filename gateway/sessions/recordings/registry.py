@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -75,34 +75,27 @@ class Keeping:
 EndHook = Callable[[Recording], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Recordings:
     """Recordings are all of this process; every method is for the event loop's thread."""
 
-    def __init__(
-        self,
-        dispatch: Dispatch,
-        store: Store,
-        replayer: Replayer,
-        formats: Formats,
-        compiling: Compiling,
-        idempotency: Idempotency,
-        on_resume: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`on_resume` is called for each reply that is taken over from a process that is gone."""
-        self._dispatch = dispatch
+    dispatch: Dispatch
+    store: InitVar[Store]
+    replayer: Replayer
+    formats: Formats
+    compiling: Compiling
+    idempotency: Idempotency
+    on_resume: Callable[[], None]
+    """Called for each reply that is taken over from a process that is gone."""
+    clock: Callable[[], float]
+    keeping: Keeping = Keeping()
+    on_end: dict[str, EndHook] = field(default_factory=dict)
+    """The work to do, by kind of reply, before the client gets the end of its reply."""
+    writers: dict[str, WriterMaker] = field(default_factory=dict)
+    """The function that makes the writer of a reply, by kind."""
+
+    def __post_init__(self, store: Store) -> None:
         self._journals = store.durable
-        self._replayer = replayer
-        self._formats = formats
-        self._compiling = compiling
-        self._idempotency = idempotency
-        self._on_resume = on_resume
-        self._clock = clock
-        self.keeping = Keeping()
-        self.on_end: dict[str, EndHook] = {}
-        """The work to do, by kind of reply, before the client gets the end of its reply."""
-        self.writers: dict[str, WriterMaker] = {}
-        """The function that makes the writer of a reply, by kind."""
         self._all: dict[str, Recording] = {}
         self._unsettled: dict[str, Recording] = {}
         self._ended = EndedRecordings()
@@ -153,7 +146,7 @@ class Recordings:
         )
         recording.reservation = reservation
         self._count_thoughts(recording)
-        self._dispatch.submit(recording)
+        self.dispatch.submit(recording)
         self._enter(recording)
         await self._make_known(recording)
         return recording
@@ -176,7 +169,7 @@ class Recordings:
             if journal is not None and journal.end is not None:
                 await self._take_up(journal)
             elif journal is not None and recording_id not in self._all:
-                self._dispatch.check_open()
+                self.dispatch.check_open()
                 await self._claiming.next()
         except (StoreUnavailable, ApiError):
             if recording_id not in self._all:
@@ -190,8 +183,8 @@ class Recordings:
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
         """The tenant's recording that this process has under that id, whatever state the store is in."""
-        found = self._all.get(recording_id)
-        return found if found is not None and found.tenant == tenant else None
+        recording = self._all.get(recording_id)
+        return recording if recording is not None and recording.tenant == tenant else None
 
     def cancel(self, recording: Recording, code: str = "cancelled") -> None:
         """Ends a recording and tells its readers. What it brought so far is kept."""
@@ -246,7 +239,7 @@ class Recordings:
     def _note_news(self, recording: Recording) -> None:
         self._dirty[recording.id] = None
         if recording.ended and recording.ended_s is None:
-            recording.ended_s = self._clock()
+            recording.ended_s = self.clock()
             if not recording.is_interrupted:
                 recording.close()
             task = asyncio.get_running_loop().create_task(self._settle(recording))
@@ -255,7 +248,7 @@ class Recordings:
 
     async def _settle(self, recording: Recording) -> None:
         """Runs the work at the end of a reply, before any client sees the end."""
-        self._dispatch.release(recording)
+        self.dispatch.release(recording)
         if (grammar := recording.request.sampling.grammar) is not None:
             recording.hold_to(grammar.plain)
         hook = self.on_end.get(recording.kind)
@@ -266,7 +259,7 @@ class Recordings:
                 log.exception("keeping the reply %s failed", recording.id)
                 recording.error = recording.error or internal("The server could not keep the reply.")
         if recording.may_come_again:
-            await self._idempotency.forget(recording.tenant, recording.id)
+            await self.idempotency.forget(recording.tenant, recording.id)
         if recording.error is not None and recording.error.is_fault and not recording.is_read:
             log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
         recording.settle()
@@ -333,8 +326,8 @@ class Recordings:
             self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
             return False
         for change, outcome in zip(changes, outcomes, strict=True):
-            if (known := self._all.get(change.stream_id)) is not None:
-                self._note_outcome(known, change, outcome)
+            if change.stream_id in self._all:
+                self._note_outcome(self._all[change.stream_id], change, outcome)
         return True
 
     def _note_outcome(self, recording: Recording, change: JournalChange, outcome: JournalOutcome) -> None:
@@ -362,9 +355,9 @@ class Recordings:
     @property
     def _may_claim(self) -> bool:
         return (
-            not self._dispatch.draining
-            and self._dispatch.engine_state is EngineState.READY
-            and self._clock() - self._claimed_s >= self.keeping.claim_s
+            not self.dispatch.draining
+            and self.dispatch.engine_state is EngineState.READY
+            and self.clock() - self._claimed_s >= self.keeping.claim_s
         )
 
     async def _claim(self) -> None:
@@ -381,7 +374,7 @@ class Recordings:
         for start in range(0, len(new), _TAKEN_OVER):
             for journal in await self._journals.read_journals(new[start : start + _TAKEN_OVER]):
                 await self._take_over(journal)
-        self._claimed_s = self._clock()
+        self._claimed_s = self.clock()
 
     async def _take_over(self, journal: Journal) -> None:
         recording = await self._load(journal)
@@ -391,39 +384,35 @@ class Recordings:
         if recording is None:
             self._doomed[journal.stream_id] = None
             return
-        self._on_resume()
+        self.on_resume()
         self._enter(recording)
         if recording.finished:  # only its end was not written down
             self._note_news(recording)
-        elif recording.attempts > MAX_ATTEMPTS:
-            recording.fail(internal("The server failed several times over this request."))
-        elif refusal is not None:
-            recording.fail(refusal)
-        else:
-            self._resume(recording)
+            return
+        try:
+            if refusal is not None:
+                raise refusal
+            self.dispatch.resume(recording)
+        except ApiError as error:
+            recording.fail(error)
 
     async def _refusal(self, recording: Recording) -> ApiError | None:
-        """Has the recording's grammar compiled; says why if it cannot be."""
+        """Has the recording's grammar compiled; returns why it cannot go on, if it cannot."""
+        if recording.attempts > MAX_ATTEMPTS:
+            return internal("The server failed several times over this request.")
         grammar = recording.request.sampling.grammar
         try:
             if grammar is not None:
-                recording.hold_to(await self._compiling.compile(recording.tenant, Form("grammar", grammar)))
+                recording.hold_to(await self.compiling.compile(recording.tenant, Form("grammar", grammar)))
         except ApiError as error:
             return error
         return None
-
-    def _resume(self, recording: Recording) -> None:
-        self._written.pop(recording.id, None)  # the header says how often it was tried
-        try:
-            self._dispatch.resume(recording)
-        except ApiError as error:
-            recording.fail(error)
 
     async def _take_up(self, journal: Journal) -> None:
         """Keeps a recording that ended in another process; one that is at work there cannot be followed from here."""
         recording = await self._load(journal)
         if recording is not None and recording.id not in self._all:
-            recording.ended_s = self._clock()
+            recording.ended_s = self.clock()
             recording.close()
             recording.settle()
             self._all[recording.id] = recording
@@ -439,8 +428,8 @@ class Recordings:
             return None
 
     def _replayed(self, journal: Journal) -> Recording:
-        replayed = partial(replay, replayer=self._replayer, max_len=self._dispatch.context_length)
-        return rebuild(journal, self._clock(), self.writers, replayed, self._count_thoughts)
+        replayed = partial(replay, replayer=self.replayer, max_len=self.dispatch.context_length)
+        return rebuild(journal, self.clock(), self.writers, replayed, self._count_thoughts)
 
     def _count_thoughts(self, recording: Recording) -> None:
-        recording.thoughts = self._formats.thoughts(Reading(**recording.details.get("reading", {})))
+        recording.thoughts = self.formats.thoughts(Reading(**recording.details.get("reading", {})))

@@ -1,17 +1,18 @@
-"""The objects of the Responses API as JSON: items, lists of items, and the response in each of its states."""
+"""The translation of bodies of responses, and the objects that the API shows of them: items, lists, responses."""
 
 from __future__ import annotations
 
 import secrets
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
+from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.responses.schemas import (
     AllowedTools,
     InputCall,
@@ -26,12 +27,18 @@ from penstock.gateway.sessions.responses.schemas import (
     Role,
     TextConfig,
     TextPart,
+    check_response,
+    text_form,
 )
+from penstock.gateway.wire.ask import Ask, Kept, Turn
 from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.efforts import REASONING_FIELDS
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading
+from penstock.gateway.wire.sampling import MaxTokens
 from penstock.gateway.wire.strict import StrictBody
+from penstock.gateway.wire.structured import FORM_FIELDS, form_of
 from penstock.gateway.wire.tools.use import ToolUse, tool_use
 
 JsonObject = dict[str, Any]
@@ -130,8 +137,8 @@ def _listed(item: InputItem) -> Item:
             "output": "\n".join(_texts(item.output)),
         }
     texts = [part["text"] for part in item.content or ()]
-    if not texts and (known := _unsealed(item.encrypted_content)) is not None:
-        texts = [known]
+    if not texts and (unsealed := _unsealed(item.encrypted_content)) is not None:
+        texts = [unsealed]
     return reasoning_item(item.id or new_id("rs"), texts, status)
 
 
@@ -255,6 +262,42 @@ def response_tools(body: ResponseBody) -> ToolUse:
     return tool_use(tools, choice or "auto", one_call=one_call)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTurn(Turn):
+    items: list[Item]
+    """The messages as the API lists them."""
+
+
+def turn_ask(body: ResponseBody, limits: Limits) -> Ask:
+    """Translates the body of a response."""
+    check_response(body, limits)
+    items = input_items(body.input)
+    return Ask(
+        model=body.model,
+        field="input",
+        input=ResponseTurn(
+            messages=as_messages(items),
+            items=items,
+            variables=body.chat_template_kwargs,
+            instructions=body.instructions,
+            previous_response_id=body.previous_response_id,
+            conversation=body.conversation,
+            shortens=body.truncation == "auto",
+        ),
+        service_tier=body.service_tier,
+        sampling=body,
+        max_tokens=MaxTokens("max_output_tokens", body.max_output_tokens),
+        num_logprobs=body.num_logprobs,
+        tools=response_tools(body),
+        form=form_of(body, limits, text_form(body.text)) if body.model_fields_set & FORM_FIELDS else None,
+        reasoning=body if body.model_fields_set & REASONING_FIELDS else None,
+        kept=Kept(
+            resumable=body.stream_options is not None and bool(body.stream_options.resumable),
+            background=bool(body.background),
+        ),
+    )
+
+
 def place_after(ids: Sequence[str], after: str | None) -> int:
     """Returns where a list goes on after an item, or begins.
 
@@ -274,15 +317,15 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
     Raises:
         ApiError: 400, if there is no item to go on after.
     """
-    found = list(items) if query.order == "asc" else list(reversed(items))
-    found = found[place_after([item["id"] for item in found], query.after) :]
-    shown = found[: query.limit]
+    ordered = list(items) if query.order == "asc" else list(reversed(items))
+    left = ordered[place_after([item["id"] for item in ordered], query.after) :]
+    shown = left[: query.limit]
     return {
         "object": "list",
         "data": shown,
         "first_id": shown[0]["id"] if shown else "",
         "last_id": shown[-1]["id"] if shown else "",
-        "has_more": len(found) > len(shown),
+        "has_more": len(left) > len(shown),
     }
 
 

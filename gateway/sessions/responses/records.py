@@ -62,8 +62,8 @@ class KeptResponse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A Record is a response that was kept, with its whole thread."""
+class StoredResponse:
+    """A StoredResponse is a response from the store, with its whole thread."""
 
     object: JsonObject
     input: list[Item]
@@ -82,11 +82,11 @@ def _num_chars(items: Sequence[Item]) -> int:
 
 def shared_tokens(thread: Thread, prompt: Sequence[int]) -> tuple[int, int]:
     """The number of pieces that a prompt's tokens share with the thread before it, and of those written for that."""
-    step, known = PIECE_BYTES // TOKEN_BYTES, list(thread.token_ids)
-    num_shared, most = 0, min(len(known), len(prompt)) // step
+    step, before = PIECE_BYTES // TOKEN_BYTES, list(thread.token_ids)
+    num_shared, most = 0, min(len(before), len(prompt)) // step
     while num_shared < most:
         part = slice(num_shared * step, (num_shared + 1) * step)
-        if known[part] != list(prompt[part]):
+        if before[part] != list(prompt[part]):
             break
         num_shared += 1
     return num_shared, thread.num_written
@@ -102,7 +102,7 @@ def continued(recording: Recording) -> Thread | None:
         return None
     answer = as_messages(output_items(recording))
     messages = (*recording.details["history"], *as_messages(recording.details["input"]), *answer)
-    token_ids = (*recording.request.prompt_token_ids, *recording.token_ids)
+    token_ids = (*recording.request.prompt_token_ids, *recording.kept[0].token_ids)
     num_shared, num_written = recording.details.get("shared_tokens", (0, 0))
     num_pieces = TOKEN_BYTES * len(token_ids) // PIECE_BYTES
     after = num_written + num_pieces - num_shared
@@ -132,7 +132,7 @@ async def keep(store: Store, recording: Recording) -> None:
         await RECORDS.put(store, recording.tenant, recording.id, kept)
 
 
-async def find(store: Store, tenant: str, response_id: str) -> Record | None:
+async def find(store: Store, tenant: str, response_id: str) -> StoredResponse | None:
     """Finds a response of the tenant's that has ended; from now on it is kept as long as a new one.
 
     Raises:
@@ -142,13 +142,13 @@ async def find(store: Store, tenant: str, response_id: str) -> Record | None:
         return await retrying(lambda: _read(store, tenant, response_id))
 
 
-async def _read(store: Store, tenant: str, response_id: str) -> Record | None:
+async def _read(store: Store, tenant: str, response_id: str) -> StoredResponse | None:
     kept = await RECORDS.get(store, tenant, response_id)
     if kept is None:
         return None
     thread = None if kept.thread is None else await _thread(store, tenant, kept.thread)
     is_broken = kept.thread is not None and thread is None
-    return Record(object=kept.object, input=kept.input, thread=thread, is_broken=is_broken)
+    return StoredResponse(object=kept.object, input=kept.input, thread=thread, is_broken=is_broken)
 
 
 async def _thread(store: Store, tenant: str, kept: KeptThread) -> Thread | None:

@@ -12,26 +12,31 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import ApiError, invalid, unsupported
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.dialects import BUDGET_NAMES, HINTS, NAMES, NEUTRAL_HINTS, Arguments
-from penstock.gateway.wire.efforts import Reasoned, ThinkingSwitch
-from penstock.gateway.wire.metadata import check_metadata
-from penstock.gateway.wire.mistakes import unsupported_value
+from penstock.gateway.wire.dialects import BUDGET_NAMES, NAMES, Arguments
+from penstock.gateway.wire.efforts import Reasoned
+from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import (
+    CHOICES,
     OPEN,
-    Sampled,
+    Metadata,
+    SamplingFields,
     Schema,
     ToolName,
+    Variables,
     check_counts,
-    known_choice,
+    check_metadata,
 )
 from penstock.gateway.wire.strict import (
     TOLERANT,
+    Ignored,
+    KnownKinds,
     Many,
+    Most,
     StrictBody,
     TolerantBody,
     validated,
 )
-from penstock.gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
+from penstock.gateway.wire.structured import ANY_OBJECT, Form, schema_grammar
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
@@ -60,19 +65,7 @@ Includable = Literal[
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 """The prefixes of ids by kind of item."""
 ITEM_PREFIXES = tuple(_PREFIXES.values())
-
-
-def _known_items(field: str) -> BeforeValidator:
-    """Refuses items of kinds that this server does not know, and names the kind."""
-
-    def check(items: object) -> object:
-        for i, item in enumerate(items if isinstance(items, list) else ()):
-            kind = item.get("type") if isinstance(item, dict) else None
-            if isinstance(kind, str) and kind not in _PREFIXES:
-                raise unsupported_value(f"{field}[{i}].type", kind)
-        return items
-
-    return BeforeValidator(check)
+_PARTS = Most("max_content_parts")
 
 
 # There may be thousands of them: each is a plain dict.
@@ -90,7 +83,7 @@ class InputMessage(TolerantBody):
 
     type: Literal["message"] | None = None
     role: Role
-    content: str | Annotated[Many[TextPart], Field(min_length=1)]
+    content: str | Annotated[Many[TextPart], Field(min_length=1), _PARTS]
     id: str | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -112,7 +105,7 @@ class InputCallOutput(TolerantBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Many[TextPart]
+    output: str | Annotated[Many[TextPart], _PARTS]
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -133,8 +126,8 @@ class InputReasoning(TolerantBody):
     """Reasoning of a response, given back."""
 
     type: Literal["reasoning"]
-    summary: Many[SummaryText] = Field(default_factory=list)
-    content: Many[ReasoningText] | None = None
+    summary: Annotated[Many[SummaryText], _PARTS] = Field(default_factory=list)
+    content: Annotated[Many[ReasoningText], _PARTS] | None = None
     encrypted_content: str | None = None
     id: str | None = None
     status: ItemStatus | None = None
@@ -152,16 +145,10 @@ InputItem = Annotated[
     | Annotated[InputCallOutput, Tag("Output")]
     | Annotated[InputReasoning, Tag("Reasoning")],
     Discriminator(lambda item: _TAGS.get(_kind(item), "Message")),
+    KnownKinds(tuple(_PREFIXES)),
 ]
 _TAGS = {"function_call": "Call", "function_call_output": "Output", "reasoning": "Reasoning"}
-TOLERANT_IN_INPUT: Mapping[str, tuple[type, ...]] = {
-    "input[]": (InputMessage, InputCall, InputCallOutput, InputReasoning),
-    "input[].content[]": (TextPart, ReasoningText),
-    "input[].output[]": (TextPart,),
-    "input[].summary[]": (SummaryText,),
-}
-InputItems = Annotated[Many[InputItem], _known_items("input")]
-Items = Annotated[Many[InputItem], _known_items("items")]
+InputItems = Annotated[Many[InputItem], Most("max_messages")]
 
 
 @with_config(OPEN)
@@ -203,7 +190,7 @@ class TextFormat(StrictBody):
 
 class TextConfig(StrictBody):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Ignored(unless="medium")] = None
 
 
 def _its_id(conversation: object) -> object:
@@ -213,7 +200,7 @@ def _its_id(conversation: object) -> object:
     return conversation
 
 
-class ResponseBody(Reasoned, Sampled):
+class ResponseBody(Reasoned, SamplingFields):
     """`POST /v1/responses`."""
 
     NOT_SUPPORTED = frozenset(
@@ -229,23 +216,8 @@ class ResponseBody(Reasoned, Sampled):
             "prompt_cache_options",
         }
     )
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **Sampled.MOST,
-        "input": "max_messages",
-        "input[].content": "max_content_parts",
-        "input[].output": "max_content_parts",
-        "input[].summary": "max_content_parts",
-        "tools": "max_tools",
-        "chat_template_kwargs": "max_template_variables",
-    }
-    IGNORED = HINTS | {"prompt_cache_retention", "stream_options.include_obfuscation", "text.verbosity"}
-    NEUTRAL: ClassVar[Mapping[str, object]] = {**NEUTRAL_HINTS, "text.verbosity": "medium"}
     ALIASES: ClassVar[Mapping[str, str]] = {**NAMES, **BUDGET_NAMES}
     KINDS: ClassVar[Mapping[str, frozenset[str]]] = {"tools": frozenset({"function"})}
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        **TOLERANT_IN_INPUT,
-        "thinking": (ThinkingSwitch,),
-    }
 
     input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
@@ -256,7 +228,7 @@ class ResponseBody(Reasoned, Sampled):
     store: bool | None = None
 
     # Kept with the response, which must be text that can be written down.
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -266,15 +238,12 @@ class ResponseBody(Reasoned, Sampled):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    tool_choice: (
-        Annotated[
-            Literal["none", "auto", "required"] | NamedTool | AllowedTools, BeforeValidator(known_choice)
-        ]
-        | None
-    ) = None
-    tools: Many[FunctionTool] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | AllowedTools | None, CHOICES] = (
+        None
+    )
+    tools: Annotated[Many[FunctionTool], Most("max_tools")] | None = None
     reasoning: ReasoningConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -295,6 +264,18 @@ class ResponseBody(Reasoned, Sampled):
     def stored(self) -> bool:
         """Returns whether the response is kept, so that it can be fetched and continued later."""
         return self.store is not False
+
+
+class InputTokensBody(ResponseBody):
+    """The body of `POST /v1/responses/input_tokens`: that of a response, of which nothing is required."""
+
+    IGNORED = ResponseBody.IGNORED | {"personality"}
+
+    model: str = ""
+    input: Annotated[str | InputItems, BeforeValidator(lambda given: [] if given is None else given)] = Field(
+        default_factory=list
+    )
+    personality: str | None = None
 
 
 def check_response(body: ResponseBody, limits: Limits) -> None:

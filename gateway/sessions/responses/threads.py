@@ -89,20 +89,20 @@ def extend(
     return splice(prompts.tokenizer, list(thread.token_ids), wanted) if is_ours else wanted
 
 
-def splice(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
-    """Makes tokens that say what `wanted` says, the first of them as in `known` for as long as both say the same.
+def splice(tokenizer: Tokenizer, old: list[int], new: list[int]) -> list[int]:
+    """Makes tokens that say what `new` says, the first of them as in `old` for as long as both say the same.
 
     Special tokens cut both into runs. To say the same is to have the same special tokens around runs of the same text.
     """
     special = tokenizer.special_ids
     i = j = 0
     while True:
-        a, b = _end_of_run(known, i, special), _end_of_run(wanted, j, special)
-        if not _same_text(tokenizer, known[i:a], wanted[j:b]):
-            return [*known[:i], *_continue_run(tokenizer, known[i:a], wanted[j:b]), *wanted[b:]]
+        a, b = _end_of_run(old, i, special), _end_of_run(new, j, special)
+        if not _same_text(tokenizer, old[i:a], new[j:b]):
+            return [*old[:i], *_continue_run(tokenizer, old[i:a], new[j:b]), *new[b:]]
         i, j = a, b
-        if i == len(known) or j == len(wanted) or known[i] != wanted[j]:
-            return [*known[:i], *wanted[j:]]
+        if i == len(old) or j == len(new) or old[i] != new[j]:
+            return [*old[:i], *new[j:]]
         i, j = i + 1, j + 1
 
 
@@ -110,19 +110,19 @@ def _end_of_run(token_ids: list[int], start: int, special: frozenset[int]) -> in
     return next((i for i in range(start, len(token_ids)) if token_ids[i] in special), len(token_ids))
 
 
-def _same_text(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> bool:
-    return known == wanted or _text(tokenizer, known) == _text(tokenizer, wanted)
+def _same_text(tokenizer: Tokenizer, old: list[int], new: list[int]) -> bool:
+    return old == new or _text(tokenizer, old) == _text(tokenizer, new)
 
 
 def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return tokenizer.decode(token_ids, skip_special=False)
 
 
-def _continue_run(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
-    """Makes `known` go on with what `wanted` says after it; returns `wanted` if that cannot be."""
-    said, text = _text(tokenizer, known), _text(tokenizer, wanted)
-    if not said:
-        return wanted
-    run = [*known, *tokenizer.encode(text[len(said) :])]
+def _continue_run(tokenizer: Tokenizer, old: list[int], new: list[int]) -> list[int]:
+    """Makes `old` go on with what `new` says after it; returns `new` if that cannot be."""
+    old_text, text = _text(tokenizer, old), _text(tokenizer, new)
+    if not old_text:
+        return new
+    run = [*old, *tokenizer.encode(text[len(old_text) :])]
     # It may begin otherwise; and some tokenizers put a space before every text that they encode.
-    return run if _text(tokenizer, run) == text else wanted
+    return run if _text(tokenizer, run) == text else new

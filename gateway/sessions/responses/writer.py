@@ -115,10 +115,10 @@ class ResponseWriter:
         return [frame for piece in pieces for frame in self._piece(piece)]
 
     def more(self, reply: Recording, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
-        own = list(zip(delta.token_ids, delta.logprobs, strict=False))[delta.num_reasoning :]
+        answer = list(zip(delta.token_ids, delta.logprobs, strict=False))[delta.num_reasoning :]
         self._noted += [
             ascii_json(logprob_entry(self._tokens, token_id, one, self._num_top))
-            for token_id, one in own
+            for token_id, one in answer
             if one is not None
         ]
         pieces = self._parser.feed(delta.text)

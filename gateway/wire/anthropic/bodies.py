@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import orjson
 from pydantic import BeforeValidator, Field, with_config
@@ -12,12 +12,13 @@ from typing_extensions import TypedDict
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.ask import Ask, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import agreed, plain_effort
 from penstock.gateway.wire.schemas import ChatBody
-from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, StrictBody, TolerantBody, read
-from penstock.gateway.wire.translation import as_far_as_room, chat_ask
+from penstock.gateway.wire.strict import STRICT, TOLERANT, Many, Most, StrictBody, TolerantBody, read
+
+PARTS = Most("max_content_parts")
 
 
 @with_config(TOLERANT)
@@ -63,7 +64,7 @@ class TextSource(TypedDict):
 @with_config(TOLERANT)
 class ContentSource(TypedDict):
     type: Literal["content"]
-    content: str | Many[TextBlock]
+    content: Annotated[str | Many[TextBlock], PARTS]
 
 
 @with_config(TOLERANT)
@@ -82,7 +83,7 @@ class SearchResultBlock(TypedDict):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Many[TextBlock]
+    content: Annotated[Many[TextBlock], PARTS]
     cache_control: NotRequired[object]
 
 
@@ -94,7 +95,7 @@ Shown = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discrimin
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[str | Many[Shown]]
+    content: NotRequired[Annotated[str | Many[Shown], PARTS]]
     is_error: NotRequired[bool | None]
     cache_control: NotRequired[object]
 
@@ -113,7 +114,7 @@ Block = Annotated[
 
 class AnthropicMessage(TolerantBody):
     role: Literal["user", "assistant", "system"]
-    content: str | Many[Block]
+    content: Annotated[str | Many[Block], PARTS]
 
 
 @with_config(STRICT)
@@ -152,7 +153,7 @@ class AnthropicToolChoice(StrictBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(StrictBody):
+class ThinkingConfig(StrictBody):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -180,36 +181,13 @@ class CountTokensBody(StrictBody):
             "workspace_id",
         }
     )
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "messages[]": (AnthropicMessage,),
-        "messages[].content[]": (
-            TextBlock,
-            DocumentBlock,
-            SearchResultBlock,
-            ThinkingBlock,
-            RedactedThinkingBlock,
-            ToolUseBlock,
-            ToolResultBlock,
-        ),
-        "messages[].content[].content[]": (TextBlock, DocumentBlock, SearchResultBlock),
-        "messages[].content[].source": (TextSource, ContentSource),
-        "system[]": (TextBlock,),
-    }
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        "messages": "max_messages",
-        "messages[].content": "max_content_parts",
-        "messages[].content[].content": "max_content_parts",
-        "messages[].content[].source.content": "max_content_parts",
-        "system": "max_content_parts",
-        "tools": "max_tools",
-    }
 
     model: Annotated[str, Field(min_length=1)]
-    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
-    system: str | Many[TextBlock] | None = None
-    tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools)] | None = None
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1), Most("max_messages")]
+    system: Annotated[str | Many[TextBlock] | None, PARTS] = None
+    tools: Annotated[Many[AnthropicTool], BeforeValidator(_own_tools), Most("max_tools")] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older place of the format."""
@@ -223,14 +201,9 @@ class MessagesBody(CountTokensBody):
 
     NOT_SUPPORTED = frozenset({"container", "mcp_servers"})
     IGNORED = CountTokensBody.IGNORED | {"diagnostics", "inference_geo"}
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **CountTokensBody.MOST,
-        "stop_sequences": "max_stop",
-        "metadata": "max_metadata",
-    }
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Many[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: Annotated[Many[Annotated[str, Field(min_length=1)]], Most("max_stop")] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -238,11 +211,11 @@ class MessagesBody(CountTokensBody):
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard", "fast"] | None = None
 
-    metadata: dict[str, str | None] | None = None
+    metadata: Annotated[dict[str, str | None], Most("max_metadata")] | None = None
     """Accepted: it is the client's own."""
 
 
-# What of it chat completions are asked
+# What of it chat completions are fields
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a line of its own that is another in every request: no model has a use for
@@ -278,28 +251,28 @@ def _sampling(body: MessagesBody) -> dict[str, object]:
     }
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, object]:
+def _thinking(thinking: ThinkingConfig | None) -> dict[str, object]:
     """Returns the fields that switch reasoning on, off or out of sight, and bound it."""
     if thinking is None:
         return {}
-    asked: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
+    fields: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
     if thinking.type in ("enabled", "disabled"):
-        asked["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
+        fields["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
     if thinking.type != "disabled":
-        asked["thinking_token_budget"] = thinking.budget_tokens
-    return asked
+        fields["thinking_token_budget"] = thinking.budget_tokens
+    return fields
 
 
 def _output(body: CountTokensBody) -> dict[str, object]:
-    asked: dict[str, object] = {}
+    fields: dict[str, object] = {}
     config = body.output_config or OutputConfig()
     if config.effort is not None:
-        asked["reasoning_effort"] = plain_effort(config.effort)
+        fields["reasoning_effort"] = plain_effort(config.effort)
     format = agreed({"output_config.format": config.format, "output_format": body.output_format})
     if format is not None:
         schema = {"name": "format", "schema": format.schema_}
-        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return asked
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _tools(body: CountTokensBody) -> dict[str, object]:
@@ -325,7 +298,7 @@ def _tool(tool: AnthropicTool) -> dict[str, object]:
 def _conversation(body: CountTokensBody) -> list[dict[str, object]]:
     """Returns the messages of a chat; turns of one role that follow each other are joined."""
     system = _system(body.system)
-    turns = [_Turn("system", system)] if system else []
+    turns = [_TurnParts("system", system)] if system else []
     for message in body.messages:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -345,7 +318,7 @@ def _system(system: str | list[TextBlock] | None) -> list[str]:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _TurnParts:
     """One message of a chat as it is put together."""
 
     role: str
@@ -358,7 +331,7 @@ class _Turn:
     def is_empty(self) -> bool:
         return not (self.texts or self.thoughts or self.calls)
 
-    def add(self, other: _Turn) -> None:
+    def add(self, other: _TurnParts) -> None:
         self.texts += other.texts
         self.thoughts += other.thoughts
         self.calls += other.calls
@@ -374,16 +347,16 @@ class _Turn:
         return message
 
 
-def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
+def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_TurnParts]:
     """Yields a message as turns of a chat; each result of a tool is one of its own."""
-    turn, has_results = _Turn(role), False
+    turn, has_results = _TurnParts(role), False
     for block in blocks:
         if block["type"] == "tool_result":
             has_results = True
             if not turn.is_empty:
                 yield turn
-                turn = _Turn(role)
-            yield _Turn("tool", [_result(block)], tool_call_id=block["tool_use_id"])
+                turn = _TurnParts(role)
+            yield _TurnParts("tool", [_result(block)], tool_call_id=block["tool_use_id"])
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}
             turn.calls.append({"id": block["id"], "type": "function", "function": function})
@@ -410,5 +383,5 @@ def _text(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
         return "\n".join((block["title"], block["source"], *map(_text, block["content"])))
     source = block["source"]
     content = source["data"] if source["type"] == "text" else source["content"]
-    told = content if isinstance(content, str) else "\n".join(map(_text, content))
-    return "\n".join(filter(None, (block.get("title"), block.get("context"), told)))
+    text = content if isinstance(content, str) else "\n".join(map(_text, content))
+    return "\n".join(filter(None, (block.get("title"), block.get("context"), text)))

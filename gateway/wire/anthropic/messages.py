@@ -8,7 +8,7 @@ from json.encoder import encode_basestring_ascii
 
 from penstock.engine.planning.request import FinishReason
 from penstock.gateway.errors import ApiError
-from penstock.gateway.wire.frames import EventWriter, error_event, timings_of
+from penstock.gateway.wire.frames import ReplyWriter, StreamedChoice, error_event, timings_of
 from penstock.gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -26,11 +26,10 @@ _PING = 'event: ping\ndata: {"type":"ping"}\n\n'
 _TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "standard", Lane.BATCH: "batch"}
 
 
-class MessageWriter(EventWriter):
+class MessageWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of one message."""
 
     keepalive = _PING.encode()
-    tail = b""
     opens_early = True
 
     def __init__(self, head: Head, max_tokens: int, reading: Reading, *, is_recorded: bool = False) -> None:
@@ -39,11 +38,12 @@ class MessageWriter(EventWriter):
             max_tokens: as it was asked for; the context may have room for less.
             is_recorded: every event has its number as its id.
         """
-        super().__init__(is_recorded=is_recorded)
+        self._is_numbered = is_recorded
         self._head = head
         self._max_tokens = max_tokens
         self._reading = reading
-        self._parser = reading.parser(head.id)
+        self._choice = StreamedChoice(parser=reading.parser(head.id))
+        self._choices = (self._choice,)
         self._kind = ""
         """The kind of the block that is open; empty before the first."""
         self._block = -1
@@ -66,29 +66,14 @@ class MessageWriter(EventWriter):
         }
         return [self._frame(_event("message_start", message=self._message([], None, None, usage)))]
 
-    def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
-        pieces = self._parser.feed(text)
-        if len(pieces) == 1:
-            (piece,) = pieces
-            if not isinstance(piece, CallBegun) and piece.text and _KINDS[type(piece)] == self._kind:
-                frame = f"{self._opening}{encode_basestring_ascii(piece.text)}}}}}\n\n"
-                if self._is_numbered:  # not by `_frame`: a call for every token
-                    frame = f"id: {self._number}\n{frame}"
-                    self._number += 1
-                return [frame.encode("ascii")]
-        return self._pieces(pieces)
-
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
-        pieces = self._parser.feed(delta.text)
-        if not delta.ended:
-            return self._pieces(pieces)
-        self._ending = delta
-        frames = self._pieces([*pieces, *self._parser.finish()])
+        frames = self._chunks(self._choice, self._choice.parser.feed(delta.text))
+        if delta.ended:
+            self._ending = delta
+            frames += self._chunks(self._choice, self._choice.parser.finish())
         return frames + (list(map(self._frame, self._close())) if delta.finish_reason in ANSWERED else [])
 
-    def end(self, reply: Counts) -> list[bytes]:
-        if reply.error is not None:
-            return [error_event(reply.error, reply.correlation)]
+    def _last(self, reply: Counts) -> list[bytes]:
         reason = {
             "stop_reason": self._stop_reason(reply, self._ending, has_called=self._has_called),
             "stop_sequence": self._ending.stop,
@@ -96,12 +81,15 @@ class MessageWriter(EventWriter):
         last = _event("message_delta", delta=reason, usage=_usage(reply), timings=timings_of(reply))
         return [self._frame(last), self._frame(_event("message_stop"))]
 
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
+    def _error(self, reply: Counts, error: ApiError) -> bytes:
+        return error_event(error, reply.correlation)
+
+    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:
         # The comment is for a switch, which goes on with an interrupted stream elsewhere.
         comment = f": {error.code}\n" if error.code else ""
-        return comment.encode() + error_event(error, reply.correlation)
+        return comment.encode() + super().fault(reply, error, position)
 
-    def _pieces(self, pieces: Iterable[Piece]) -> list[bytes]:
+    def _chunks(self, choice: StreamedChoice, pieces: Iterable[Piece]) -> list[bytes]:  # noqa: ARG002
         return [self._frame(event) for piece in pieces for event in self._piece(piece)]
 
     def _piece(self, piece: Piece) -> list[str]:
@@ -121,6 +109,7 @@ class MessageWriter(EventWriter):
         start = _event("content_block_start", index=self._block, content_block={"type": kind, **fields})
         event = _event("content_block_delta", index=self._block, delta=_DELTAS[kind])
         self._opening = event.removesuffix('""}}\n\n')
+        self._choice.around = {_PIECES[kind]: (self._opening, "}}\n\n")}
         self.common = self._opening.encode("ascii")
         return [*closed, start] if self._block else [*closed, start, _PING]
 
@@ -166,6 +155,7 @@ _KINDS: dict[type[Piece], str] = {
     ArgumentsDelta: "tool_use",
 }
 """The kind of the block that a piece is more of."""
+_PIECES = {kind: piece for piece, kind in _KINDS.items()}
 _EMPTY: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Infill, Shown
+from penstock.gateway.wire.ask import Ask, Infill, Shown, text_ask
 from penstock.gateway.wire.completions import Extras
 from penstock.gateway.wire.dialects import UNSET
 from penstock.gateway.wire.sampling import MaxTokens
-from penstock.gateway.wire.schemas import ChatBody, CompletionBody, check_counts
-from penstock.gateway.wire.strict import Many, TolerantBody
-from penstock.gateway.wire.translation import text_ask
+from penstock.gateway.wire.schemas import Biases, ChatBody, CompletionBody, check_counts
+from penstock.gateway.wire.strict import Many, Most, TolerantBody
 
 _HONOURED = {"response_fields", "return_tokens"}
 _LEFT_OUT = {"n_indent", "t_max_predict_ms"}
@@ -28,12 +27,12 @@ def _by_token(bias: object) -> object:
     """Returns biases by token where they come as pairs; false bans a token."""
     if not isinstance(bias, list):
         return bias
-    found: dict[str, object] = {}
+    biases: dict[str, object] = {}
     for i, pair in enumerate(bias):
         if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int):
             raise invalid(f"'logit_bias[{i}]' must be a token id and a bias.", f"logit_bias[{i}]")
-        found[str(pair[0])] = _BANNED if pair[1] is False else pair[1]
-    return found
+        biases[str(pair[0])] = _BANNED if pair[1] is False else pair[1]
+    return biases
 
 
 class LlamaBody(CompletionBody):
@@ -46,13 +45,10 @@ class LlamaBody(CompletionBody):
     UNSET: ClassVar[Mapping[str, tuple[object, ...]]] = UNSET
     IGNORED = CompletionBody.IGNORED - _HONOURED | _LEFT_OUT
     NEUTRAL: ClassVar[Mapping[str, object]] = {**CompletionBody.NEUTRAL, "t_max_predict_ms": -1}
-    MOST: ClassVar[Mapping[str, str | int]] = {**CompletionBody.MOST, "response_fields": 64}
 
     model: str = ""
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_by_token)
-    ] = None
-    response_fields: Many[str] | None = None
+    logit_bias: Annotated[Biases | None, BeforeValidator(_by_token), Most("max_logit_bias")] = None
+    response_fields: Annotated[Many[str], Most(64)] | None = None
     """The fields that the reply is to have, those of objects in it as `timings/prompt_n`."""
     return_tokens: bool | None = None
 
@@ -67,13 +63,10 @@ class ExtraFile(TolerantBody):
 class InfillBody(LlamaBody):
     """`POST /infill`: the text between two others, of which `prompt` is the beginning."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {**LlamaBody.MOST, "input_extra": "max_content_parts"}
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {"input_extra[]": (ExtraFile,)}
-
     prompt: str = ""
     input_prefix: str
     input_suffix: str
-    input_extra: Many[ExtraFile] | None = None
+    input_extra: Annotated[Many[ExtraFile], Most("max_content_parts")] | None = None
 
 
 class TemplateBody(ChatBody):

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from penstock.engine.planning.request import FinishReason, TokenLogprobs
-from penstock.gateway.errors import ApiError
-from penstock.gateway.wire.frames import KEEPALIVE, error_frame
+from penstock.gateway.wire.frames import ReplyWriter, StreamedChoice
 from penstock.gateway.wire.llama.bodies import LlamaBody
 from penstock.gateway.wire.logprobs import TokenName, logprob_entry
 from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs, Whole
@@ -19,13 +18,8 @@ _SETTINGS = (
 """The settings that have the same name in the engine."""
 
 
-class LlamaWriter:
+class LlamaWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of a reply to `/completion` or `/infill`."""
-
-    media_type = ""
-    keepalive = KEEPALIVE
-    tail = common = b""
-    opens_early = False
 
     def __init__(self, head: Head, body: LlamaBody, tokens: TokenName, context_length: int) -> None:
         self._head = head
@@ -34,9 +28,6 @@ class LlamaWriter:
         self._context_length = context_length
 
     # Streamed
-
-    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
-        return []
 
     def text(self, index: int, text: str) -> list[bytes]:
         return [_frame({"index": index, "content": text, "tokens": [], "stop": False})]
@@ -49,12 +40,6 @@ class LlamaWriter:
         part = {"index": index, "content": delta.text, "tokens": delta.token_ids, "stop": False}
         return [_frame(part | self._probabilities(delta))]
 
-    def end(self, reply: Counts) -> list[bytes]:
-        return [] if reply.error is None else [error_frame(reply.error)]
-
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
-        return error_frame(error)
-
     # Whole
 
     def whole(self, reply: Counts, outputs: Outputs) -> Whole:
@@ -64,7 +49,7 @@ class LlamaWriter:
 
     def _choice(self, reply: Counts, index: int, delta: Delta) -> dict[str, object]:
         is_word, prompt = delta.stop is not None, self._body.prompt
-        found: dict[str, object] = {
+        members: dict[str, object] = {
             "index": index,
             "content": delta.text,
             "tokens": delta.token_ids if self._body.return_tokens else [],
@@ -83,7 +68,7 @@ class LlamaWriter:
             "timings": _timings(reply),
             **self._probabilities(delta),
         }
-        return _fields(found, self._body.response_fields) if self._body.response_fields else found
+        return _fields(members, self._body.response_fields) if self._body.response_fields else members
 
     def _settings(self, reply: Counts) -> dict[str, object]:
         sampling = reply.requests[0].sampling
@@ -136,14 +121,14 @@ def _pace(name: str, number: int, seconds: float) -> dict[str, object]:
 
 def _fields(values: Mapping[str, object], paths: Sequence[str]) -> dict[str, object]:
     """Returns the values at these paths, by path; paths that are not there are left out."""
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     for path in paths:
         at: object = values
         for name in path.split("/"):
             at = at.get(name) if isinstance(at, Mapping) else None
         if at is not None:
-            found[path] = at
-    return found
+            members[path] = at
+    return members
 
 
 def _frame(values: object) -> bytes:

@@ -11,12 +11,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts
+from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
-from penstock.gateway.wire.schemas import MAX_TEMPERATURE, ChatBody
-from penstock.gateway.wire.strict import STRICT, Many, StrictBody, TolerantBody, read
-from penstock.gateway.wire.translation import as_far_as_room, chat_ask
+from penstock.gateway.wire.schemas import ChatBody, Dimensions, TokenChoice
+from penstock.gateway.wire.strict import STRICT, Ignored, Many, Most, TolerantBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
 """A sampler that is not here, switched off."""
@@ -36,23 +35,14 @@ class GoBody(TolerantBody):
         return {name: value for name, value in values.items() if value or name in cls.POINTERS}
 
 
-class Options(StrictBody):
+class Options(TokenChoice):
     """The options by which tokens are chosen; those about loading a model are accepted and change nothing."""
 
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     """-1 and -2, and 0 as for none, are what the context has room for."""
-    stop: str | Many[str] | None = None
 
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    repeat_last_n: Annotated[Annotated[int, Field(ge=-1)] | None, Ignored(unless=-1)] = None
     """0 penalizes nothing; whatever else it is, all tokens of the sequence are penalized, as -1 asks for."""
     tfs_z: _Neutral | None = None
     mirostat: Literal[0] | None = None
@@ -80,15 +70,11 @@ class Options(StrictBody):
     penalize_newline: Literal[True] | None = None
 
 
-class OfModel(GoBody):
+class ModelBody(GoBody):
     """The fields of all bodies that ask the model for something."""
 
     model_config = STRICT
     POINTERS = frozenset({"stream", "think", "truncate", "shift", "keep_alive"})
-
-    MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
-    IGNORED = frozenset({"options.repeat_last_n"})
-    NEUTRAL: ClassVar[Mapping[str, object]] = {"options.repeat_last_n": -1}
 
     model: Annotated[str, Field(min_length=1)]
     options: Options | None = None
@@ -96,7 +82,7 @@ class OfModel(GoBody):
     """Accepted: the model stays."""
 
 
-class Asked(OfModel):
+class GenerationBody(ModelBody):
     """The fields that chats and prompts share."""
 
     stream: bool | None = None
@@ -132,34 +118,22 @@ class OllamaMessage(GoBody):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Many[OllamaToolCall] | None = None
+    tool_calls: Annotated[Many[OllamaToolCall], Most("max_tool_calls")] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
     images: Annotated[list[object], Field(max_length=0)] | None = None
 
 
-class OllamaChatBody(Asked):
+class OllamaChatBody(GenerationBody):
     """`POST /api/chat`."""
 
     NOT_SUPPORTED = frozenset({"_debug_render_only"})
-    MOST: ClassVar[Mapping[str, str | int]] = {
-        **Asked.MOST,
-        "messages": "max_messages",
-        "messages[].tool_calls": "max_tool_calls",
-        "tools": "max_tools",
-    }
 
-    TOLERANT_AT: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "messages[]": (OllamaMessage,),
-        "messages[].tool_calls[]": (OllamaToolCall,),
-        "messages[].tool_calls[].function": (OllamaCalledFunction,),
-    }
-
-    messages: Many[OllamaMessage] | None = None
-    tools: Many[dict[str, object]] | None = None
+    messages: Annotated[Many[OllamaMessage], Most("max_messages")] | None = None
+    tools: Annotated[Many[dict[str, object]], Most("max_tools")] | None = None
 
 
-class OllamaGenerateBody(Asked):
+class OllamaGenerateBody(GenerationBody):
     """`POST /api/generate`."""
 
     NOT_SUPPORTED = frozenset({"template", "images", "_debug_render_only"})
@@ -174,24 +148,22 @@ class OllamaGenerateBody(Asked):
     """The tokens of the conversation so far, as the reply before told them."""
 
 
-class OllamaEmbedBody(OfModel):
+class OllamaEmbedBody(ModelBody):
     """`POST /api/embed`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {**OfModel.MOST, "input": "max_inputs", "dimensions": 2**20}
-
-    input: str | Many[str] | None = None
+    input: Annotated[str | Many[str] | None, Most("max_inputs")] = None
     truncate: bool | None = None
     """Whether texts that are too long lose their end."""
-    dimensions: Annotated[int, Field(ge=1)] | None = None
+    dimensions: Dimensions | None = None
 
 
-class OllamaEmbeddingBody(OfModel):
+class OllamaEmbeddingBody(ModelBody):
     """`POST /api/embeddings`, which older clients know."""
 
     prompt: str | None = None
 
 
-class Named(GoBody):
+class NamedModelBody(GoBody):
     """The fields of bodies about a model; `name` is what older clients call it."""
 
     model_config = STRICT
@@ -201,7 +173,7 @@ class Named(GoBody):
     name: str | None = None
 
 
-class OllamaShowBody(Named):
+class OllamaShowBody(NamedModelBody):
     """`POST /api/show`."""
 
     IGNORED = frozenset({"options", "system", "template"})
@@ -209,7 +181,7 @@ class OllamaShowBody(Named):
     verbose: bool | None = None
 
 
-class OllamaPullBody(Named):
+class OllamaPullBody(NamedModelBody):
     """`POST /api/pull`."""
 
     IGNORED = frozenset({"insecure", "password", "username"})
@@ -217,32 +189,14 @@ class OllamaPullBody(Named):
     stream: bool | None = None
 
 
-class OllamaCreateBody(Named):
+class OllamaCreateBody(NamedModelBody):
     """`POST /api/create`: of a model that is there, without anything that would make it another one."""
 
     NOT_SUPPORTED = frozenset(
         {
-            *(
-                "adapters",
-                "draft_files",
-                "draft_quantize",
-                "files",
-                "info",
-                "license",
-                "messages",
-                "modelfile",
-            ),
-            *(
-                "parameters",
-                "parser",
-                "path",
-                "quantization",
-                "quantize",
-                "remote_host",
-                "renderer",
-                "requires",
-            ),
-            *("system", "template"),
+            *("adapters", "draft_files", "draft_quantize", "files", "info", "license", "messages"),
+            *("modelfile", "parameters", "parser", "path", "quantization", "quantize", "remote_host"),
+            *("renderer", "requires", "system", "template"),
         }
     )
 
@@ -308,12 +262,12 @@ def embedding_ask(body: OllamaEmbeddingBody, _: Limits) -> Ask:
     return Ask(model=plain_name(body.model), field="prompt", input=(inputs,))
 
 
-def _loading(body: OfModel, field: str) -> Ask:
+def _loading(body: ModelBody, field: str) -> Ask:
     """Returns the ask of a body that only wants the model to be loaded."""
     return Ask(model=plain_name(body.model), field=field, input=())
 
 
-def shown_name(body: Named) -> str:
+def shown_name(body: NamedModelBody) -> str:
     """Returns the name of the model that is asked about."""
     return plain_name(body.model or body.name or "")
 
@@ -323,38 +277,25 @@ def plain_name(model: str) -> str:
     return model.removesuffix(":latest")
 
 
-def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **fields: object) -> ChatBody:
+def _as_chat(
+    body: GenerationBody, messages: list[dict[str, object]], limits: Limits, **fields: object
+) -> ChatBody:
     options = body.options or Options()
-    asked = options.num_predict
     values = {
         "model": plain_name(body.model),
         "messages": messages,
         "stream": body.stream is not False,
         "continue_final_message": messages[-1]["role"] == "assistant" or None,
-        "max_tokens": asked if asked and asked > 0 else None,
+        "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
         "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
         "response_format": _response_format(body.format),
         **_thinking(body.think),
-        **{name: getattr(options, name) for name in _SAME},
+        **{name: getattr(options, name) for name in TokenChoice.model_fields},
         **fields,
     }
     return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
-
-
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-)
-"""Options that have the same name elsewhere."""
 
 
 def _thinking(think: bool | str | None) -> dict[str, object]:
@@ -396,9 +337,9 @@ def _conversation(messages: list[OllamaMessage]) -> Iterator[dict[str, object]]:
             waiting = [(call["id"], call["function"]["name"]) for call in calls]
             turn["tool_calls"] = calls
         if message.role == "tool":
-            found = next((call for call in waiting if message.tool_name in (None, call[1])), ("", ""))
-            waiting = [call for call in waiting if call is not found]
-            turn["tool_call_id"] = message.tool_call_id or found[0]
+            answered = next((call for call in waiting if message.tool_name in (None, call[1])), ("", ""))
+            waiting = [call for call in waiting if call is not answered]
+            turn["tool_call_id"] = message.tool_call_id or answered[0]
         yield turn
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from json.encoder import encode_basestring_ascii
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.embeddings import shortened
-from penstock.gateway.wire.frames import ascii_json, error_line, timings_of
+from penstock.gateway.wire.frames import ReplyWriter, StreamedChoice, ascii_json, error_line, timings_of
 from penstock.gateway.wire.logprobs import TokenText, logprob_entries
 from penstock.gateway.wire.parsing import (
     Answer,
@@ -27,11 +27,10 @@ from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.writing import Counts, Delta, Head, Outputs
 
 
-class LineWriter:
+class LineWriter(ReplyWriter[StreamedChoice]):
     """The `gateway.wire.writing.Writer` of a reply to `/api/chat` or `/api/generate`."""
 
     media_type = "application/x-ndjson"
-    tail = b""
 
     def __init__(
         self,
@@ -50,7 +49,6 @@ class LineWriter:
             tokens, num_top: spell log probabilities, where they are asked for.
             is_recorded: every line has the reply's id and its own number.
         """
-        self.opens_early = False
         self._tokens = tokens
         self._num_top = num_top
         self._head = {"model": head.model, "created_at": timestamp(head.created)}
@@ -59,58 +57,51 @@ class LineWriter:
         self._is_chat = is_chat
         self._tells_context = tells_context
         self._new_parser = partial(reading.parser, head.id)
-        self._parser = self._new_parser()
+        self._choice = StreamedChoice(parser=self._new_parser())
+        self._choices = (self._choice,)
         self._is_numbered = is_recorded
-        self._number = 0
         self._calls: list[Piece] = []
         """The pieces of the call that is being written; it is sent when it is whole."""
         self._ending = Delta()
         """The last delta."""
         self._before, _, self._after = self._line(Answer()).partition('""')
+        self._around: Mapping[type[Piece], tuple[str, str]] = (
+            {} if is_recorded else {TextDelta: (self._before, self._after)}
+        )
+        self._choice.around = self._around
         self.common = self._before.encode("ascii")
         self.keepalive = f'{self._before}""{self._after}'.encode("ascii")
         """A line with no new text: an empty line would be no JSON to clients."""
 
     # Streamed
 
-    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
-        return []
-
-    def text(self, index: int, text: str) -> list[bytes]:  # noqa: ARG002
-        pieces = self._parser.feed(text)
-        if len(pieces) == 1 and not (self._is_numbered or self._calls):
-            (piece,) = pieces
-            if isinstance(piece, TextDelta):
-                line = f"{self._before}{encode_basestring_ascii(piece.text)}{self._after}"
-                return [line.encode("ascii")]
-        return self._frames(self._pieces(pieces))
-
     def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
-        pieces = self._parser.feed(delta.text)
+        pieces = self._choice.parser.feed(delta.text)
         lines = self._with_logprobs(pieces, delta) if delta.logprobs else self._pieces(pieces)
         if delta.ended:
             self._ending = delta
-            lines += [*self._pieces(self._parser.finish()), *self._whole_call()]
-        return self._frames(lines)
+            lines += [*self._pieces(self._choice.parser.finish()), *self._whole_call()]
+        return list(map(self._frame, lines))
 
-    def end(self, reply: Counts) -> list[bytes]:
-        if reply.error is not None:
-            return [error_line(reply.error)]
+    def _last(self, reply: Counts) -> list[bytes]:
         delta = reply.kept.get(0, self._ending)
-        line = {**self._head, **self._said(Answer()), **self._last(reply, delta)}
-        return self._frames([ascii_json(line) + "\n"])
+        line = {**self._head, **self._said(Answer()), **self._ended(reply, delta)}
+        return [self._frame(ascii_json(line) + "\n")]
+
+    def _error(self, reply: Counts, error: ApiError) -> bytes:  # noqa: ARG002
+        return error_line(error)
 
     def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return f"{ascii_json({'error': error.message, 'code': error.code})}\n".encode()
 
-    def _frames(self, lines: Iterable[str]) -> list[bytes]:
-        frames = []
-        for line in lines:
-            if self._is_numbered:
-                line = f'{line[:-2]},"sequence_number":{self._number}}}\n'
-                self._number += 1
-            frames.append(line.encode("ascii"))
-        return frames
+    def _frame(self, event: str) -> bytes:
+        if self._is_numbered:
+            event = f'{event[:-2]},"sequence_number":{self._number}}}\n'
+            self._number += 1
+        return event.encode("ascii")
+
+    def _chunks(self, choice: StreamedChoice, pieces: Iterable[Piece]) -> list[bytes]:  # noqa: ARG002
+        return list(map(self._frame, self._pieces(pieces)))
 
     def _with_logprobs(self, pieces: Sequence[Piece], delta: Delta) -> list[str]:
         """Returns the line of what is new, with the log probabilities of its tokens, and those of calls."""
@@ -132,7 +123,7 @@ class LineWriter:
             return []
         lines = self._whole_call()
         if isinstance(piece, CallBegun):
-            self._calls = [piece]
+            self._calls, self._choice.around = [piece], {}
         elif isinstance(piece, TextDelta):
             lines.append(f"{self._before}{encode_basestring_ascii(piece.text)}{self._after}")
         else:
@@ -140,7 +131,7 @@ class LineWriter:
         return lines
 
     def _whole_call(self) -> list[str]:
-        pieces, self._calls = self._calls, []
+        pieces, self._calls, self._choice.around = self._calls, [], self._around
         return [self._line(joined(pieces))] if pieces else []
 
     def _line(self, answer: Answer) -> str:
@@ -151,29 +142,29 @@ class LineWriter:
     def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
         ((_, delta),) = outputs
         answer = answer_of(self._new_parser(), delta.text)
-        return {**self._head, **self._said(answer), **self._logprobs(delta), **self._last(reply, delta)}
+        return {**self._head, **self._said(answer), **self._logprobs(delta), **self._ended(reply, delta)}
 
-    def _last(self, reply: Counts, delta: Delta) -> dict[str, object]:
+    def _ended(self, reply: Counts, delta: Delta) -> dict[str, object]:
         ending = _ending(reply, delta)
         if self._tells_context:
             ending["context"] = [*reply.requests[0].prompt_token_ids, *delta.token_ids]
         return ending
 
     def _said(self, answer: Answer) -> dict[str, object]:
-        said: dict[str, object] = {"role": "assistant", "content": answer.text}
+        members: dict[str, object] = {"role": "assistant", "content": answer.text}
         if not self._is_chat:
-            said = {"response": answer.text}
+            members = {"response": answer.text}
         if answer.reasoning:
-            said["thinking"] = answer.reasoning
+            members["thinking"] = answer.reasoning
         if answer.calls:
-            said["tool_calls"] = [
+            members["tool_calls"] = [
                 {"id": call.id, "function": {"name": call.name, "arguments": call.input}}
                 for call in answer.calls
             ]
-        return {"message": said} if self._is_chat else said
+        return {"message": members} if self._is_chat else members
 
 
-class EmbedWriter:
+class NormalEmbeddingWriter:
     """The writer of a reply to `/api/embed`, whose embeddings have a length of 1."""
 
     def __init__(self, ask: Ask) -> None:
@@ -184,16 +175,16 @@ class EmbedWriter:
         arrival_s = timings[0].arrival_s
         return {
             "model": self._ask.model,
-            "embeddings": [
+            "embeddings": (
                 shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in outputs
-            ],
+            ),
             "total_duration": _ns(max(one.finished_s for one in timings) - arrival_s),
             "load_duration": _ns(min(one.scheduled_s for one in timings) - arrival_s),
             "prompt_eval_count": reply.num_prompt_tokens,
         }
 
 
-class EmbeddingWriter:
+class PlainEmbeddingWriter:
     """The writer of a reply to `/api/embeddings`: the embedding as the model has it."""
 
     def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:  # noqa: ARG002
@@ -203,10 +194,10 @@ class EmbeddingWriter:
 
 def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:
     """Returns the answer to a body that asks for nothing but that the model be loaded."""
-    said: dict[str, object] = {"response": ""}
+    members: dict[str, object] = {"response": ""}
     if is_chat:
-        said = {"message": {"role": "assistant", "content": ""}}
-    return {"model": model, "created_at": timestamp(created), **said, "done": True, "done_reason": "load"}
+        members = {"message": {"role": "assistant", "content": ""}}
+    return {"model": model, "created_at": timestamp(created), **members, "done": True, "done_reason": "load"}
 
 
 def timestamp(seconds: int) -> str:

@@ -20,12 +20,15 @@ from penstock.engine.planning.step import Plan, StepInFlight
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
 from tests.engine.execution.test_verified_steps import AnswerProposer, Drafts
+from tests.engine.families import SPARSE, STATES
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
 }
 """The second has several block tables."""
+FAMILIES = {name: STATES[name] for name in ("Qwen 3.5", "LFM2 MoE")} | {"gpt-oss": SPARSE["gpt-oss"]}
+"""Layers with a state, or with experts."""
 MORE = (ask("sifted", 7, seed=8, typical_p=0.8), ask("late", 40, seed=9, temperature=0.7, max_tokens=50))
 
 
@@ -62,9 +65,13 @@ class PlainDriver(StepDriver):
         return step
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=[*SHAPES, *FAMILIES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder: Path = make_checkpoint(request.param, tmp_path_factory.mktemp("model"), **SHAPES[request.param])
+    folder: Path = tmp_path_factory.mktemp("model")
+    if request.param in SHAPES:
+        make_checkpoint(request.param, folder, **SHAPES[request.param])
+    else:
+        FAMILIES[request.param].make(folder)
     options = LoadOptions(
         device="cpu", dtype="float32", num_blocks=120, max_batch_tokens=32, max_num_seqs=SEATS
     )

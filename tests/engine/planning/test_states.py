@@ -20,8 +20,8 @@ from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.gateway.sessions.prefixes.sharing import choose_prefixes
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
-from penstock.gateway.sessions.prefixes.warming import choose_prefixes
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeProposer,

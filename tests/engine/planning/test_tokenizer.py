@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,6 +12,7 @@ from jinja2 import Environment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from penstock.engine.errors import CheckpointError
+from penstock.engine.planning import tokenizer
 from penstock.engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 
@@ -212,3 +214,30 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not JSON"):
         Tokenizer.load(tmp_path)
+
+
+def test_the_tokens_of_a_text_become_a_list_once_and_are_counted_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Millions of them would hold the interpreter for long."""
+    looked_at: list[int] = []
+
+    class TokenIds(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            part = super().__getitem__(place)
+            looked_at.append(len(part))
+            return part
+
+    class Encoding:
+        num_lists = 0
+
+        @property
+        def ids(self) -> TokenIds:
+            self.num_lists += 1
+            return TokenIds([9] * 200_000)
+
+    encoding = Encoding()
+    monkeypatch.setattr(tokenizer, "_encode", lambda *_: encoding)
+    assert len(BYTE_LEVEL.encode("a")) == 200_000
+    assert encoding.num_lists == 1
+    assert (sum(looked_at), max(looked_at)) == (200_000, 65_536)

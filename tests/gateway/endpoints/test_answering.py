@@ -58,7 +58,7 @@ async def test_a_reservation_ends_where_nothing_is_let_in_any_more() -> None:
         Client(Tenant(name="ann"), Quota(max_streams=1)), 1, 1, "lease"
     )
     stream = Live([request], reservation, ScoreWriter("score", 0, MODEL, 1))
-    stream.connection = Connection({"penstock.server_send": _send}, _send, gateway.clock, lambda: None)
+    stream.connection = Connection({}, _send, gateway.clock, lambda: None)
     gateway.service.dispatch.draining = True
     with pytest.raises(ApiError, match="shutting down"):
         gateway.service.dispatch.submit(stream)

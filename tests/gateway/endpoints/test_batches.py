@@ -11,10 +11,12 @@ import pytest
 
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.files import UPLOAD_S
+from penstock.gateway.errors import internal
 from penstock.gateway.limits import Limits
+from penstock.gateway.reply.generation import Generation
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.batches import batch as batches
-from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.sessions.batches import files, run
 from penstock.gateway.store.interface import Quota
 from penstock.gateway.store.memory import MemoryStore
 from penstock.priority.lanes import Tenant
@@ -128,6 +130,38 @@ async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
         assert len(await results(api, batch.output_file_id)) == 1
         assert (await api.batches.cancel(batch.id)).status == "cancelled"
     assert gateway.engine.cancelled == [second.request_id]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "reason"),
+    [
+        (
+            RuntimeError("a bug"),
+            "The server had an error while processing your request.",
+            "RuntimeError: a bug",
+        ),
+        (internal("It broke."), "It broke.", "It broke."),
+    ],
+)
+async def test_a_line_that_the_server_fails_over_is_in_the_log(
+    fault: Exception,
+    message: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gateway = Gateway()
+
+    def fail(_: Generation) -> None:
+        raise fault
+
+    monkeypatch.setattr(gateway.service.dispatch, "submit", fail)
+    async with connected(gateway) as api:
+        batch = await ended(api, (await begun(api, line("a"))).id, "completed")
+        answer = (await results(api, batch.error_file_id))["a"]["response"]
+    assert (answer["status_code"], answer["body"]["error"]["message"]) == (500, message)
+    (record,) = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert record.getMessage() == f"POST {CHAT} failed: {reason} (x-request-id {answer['request_id']})"
 
 
 async def test_a_line_waits_for_its_tenants_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +335,7 @@ async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_tenants_batches_at_work_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_AT_WORK", 0)
+    monkeypatch.setattr(run, "MAX_AT_WORK", 0)
     async with connected(Gateway()) as api:
         with pytest.raises(openai.RateLimitError, match="batches at work"):
             await begun(api, line("a"))

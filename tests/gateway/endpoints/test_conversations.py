@@ -57,7 +57,7 @@ UNKNOWN = "conv_" + "0" * 48
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is not to look like a Redis that is gone."""
-    for name in ("WORK_S", "POOL_WAIT_S", "MAX_WAIT_S"):
+    for name in ("WORK_S", "POOL_WAIT_S"):
         monkeypatch.setattr(link, name, 3.0)
 
 

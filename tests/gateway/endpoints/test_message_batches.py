@@ -11,7 +11,7 @@ import pytest
 from penstock.gateway.access.keys import digest_of
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.batches import batch as batches
-from penstock.gateway.sessions.batches import run, running
+from penstock.gateway.sessions.batches import run
 from penstock.priority.lanes import Lane, Tenant
 from tests.gateway.endpoints.test_anthropic_client import connected
 from tests.gateway.harness import MODEL, Gateway, client
@@ -155,7 +155,7 @@ async def test_a_batch_is_its_tenants_own() -> None:
 
 
 async def test_a_tenants_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "MAX_AT_WORK", 0)
+    monkeypatch.setattr(run, "MAX_AT_WORK", 0)
     gateway = Gateway()
     async with connected(gateway) as api:
         with pytest.raises(anthropic.RateLimitError, match="batches at work"):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting
+from penstock.gateway.endpoints.prompting import MESSAGE_CHARS, TEXT_CHARS, Prompting, _empty
+from penstock.gateway.errors import ApiError
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.embeddings import EmbeddingsBody, embeddings_ask
@@ -54,3 +55,25 @@ async def test_prompts_times_choices_are_bounded(n: int, *, is_let_in: bool) -> 
         for _ in range(2):
             gateway.answer(await gateway.taken(), "x")
         assert len((await asking).json()["choices"]) == 4
+
+
+async def test_a_text_of_more_bytes_than_any_tokens_have_is_not_tokenised() -> None:
+    threads, limits = CountedThreads(), Limits(max_bytes_per_token=4)
+    prompting = Prompting(Prompts(make_tokenizer()), limits, threads, "t", context_length=10)  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="41 bytes") as refused:
+        await prompting.encode_text("é" * 20 + "a", "prompt")
+    assert (refused.value.param, threads.sizes) == ("prompt", [])
+    assert len(await prompting.encode_text("é" * 20, "prompt")) == 41
+
+
+def test_the_tokens_of_a_long_prompt_are_freed_in_pieces() -> None:
+    freed: list[int] = []
+
+    class TokenIds(list[int]):
+        def __delitem__(self, place: Any) -> None:
+            freed.append(len(self[place]))
+            super().__delitem__(place)
+
+    _empty(token_ids := TokenIds(range(200_000)))
+    assert not token_ids
+    assert (sum(freed), max(freed)) == (200_000, 65_536)

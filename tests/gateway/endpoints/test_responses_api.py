@@ -20,7 +20,6 @@ from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.errors import ApiError
-from penstock.gateway.http.connections import ServerSendMiddleware
 from penstock.gateway.http.refusals import answer_api_error
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import PIECE, Key, StoreUnavailable
@@ -40,7 +39,7 @@ def app_of(gateway: Gateway) -> Any:
         *ConversationsApi(gateway.service, intake).routes(),
     ]
     handlers: Any = {ApiError: answer_api_error}
-    return ServerSendMiddleware(Starlette(routes=routes, exception_handlers=handlers))
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 @contextlib.asynccontextmanager

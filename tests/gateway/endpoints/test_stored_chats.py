@@ -224,3 +224,13 @@ async def test_what_is_refused(method: str, path: str, body: Any, status: int, p
         reply = await http.request(method, path, json=body)
     assert reply.status_code == status, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+async def test_what_is_stored_has_as_many_log_probabilities_as_other_replies_that_are_kept() -> None:
+    here = Gateway()
+    asked: Any = {"logprobs": True, "top_logprobs": 20, "store": True, "max_completion_tokens": 2_000}
+    here.engine.max_sequence_tokens = 4_000
+    async with client(here.app) as http:
+        for stream in (False, True):
+            refused = await http.post("/v1/chat/completions", json=chat_body(**asked, stream=stream))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_completion_tokens")

@@ -47,7 +47,7 @@ def recording() -> Recording:
     made = make_recording(
         Request(request_id="chatcmpl-1", tenant=TENANT, prompt_token_ids=TOKENS, sampling=sampling)
     )
-    made.token_ids = [5] * 20_000
+    made.kept[0].token_ids = [5] * 20_000
     made.kept[0].finish_reason, made._num_unfinished, made.settled = FinishReason.STOP, 0, True
     return made
 

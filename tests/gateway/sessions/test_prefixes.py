@@ -22,9 +22,15 @@ from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import StepReport
 from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.sessions.prefixes.sharing import PRIVATE, PrefixLocator, PrefixWriter, parse_token_ids
+from penstock.gateway.sessions.prefixes.sharing import (
+    PRIVATE,
+    PrefixLocator,
+    PrefixWriter,
+    WarmUp,
+    choose_prefixes,
+    parse_token_ids,
+)
 from penstock.gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTracker
-from penstock.gateway.sessions.prefixes.warming import WarmUp, choose_prefixes
 from penstock.gateway.store.interface import PrefixChange, StoreUnavailable
 from penstock.priority.queue import LaneQueue
 from tests.clock import Clock

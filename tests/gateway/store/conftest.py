@@ -37,5 +37,4 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if "real_waits" not in request.fixturenames:
         monkeypatch.setattr(link, "WORK_S", 2.0)
         monkeypatch.setattr(link, "POOL_WAIT_S", 2.0)
-        for module in (link, redis):
-            monkeypatch.setattr(module, "MAX_WAIT_S", 3.0)
+        monkeypatch.setattr(redis, "MAX_WAIT_S", 3.0)

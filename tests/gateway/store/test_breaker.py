@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.store.breaker import MAX_FAILURES, PROBE_S, Breaker
+from penstock.gateway.store.link import MAX_FAILURES, PROBE_S, Breaker
 
 
 def opened(jitter: float = 0.5) -> Breaker:

@@ -12,9 +12,8 @@ import pytest
 
 from penstock.gateway.store import link as link_module
 from penstock.gateway.store import time_budget
-from penstock.gateway.store.breaker import MAX_FAILURES
 from penstock.gateway.store.interface import PIECE, JournalChange, Key, Quota, StoreUnavailable
-from penstock.gateway.store.link import Command
+from penstock.gateway.store.link import MAX_FAILURES, Command
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.redis import RedisStore
 from penstock.gateway.store.shared import SharedStore

@@ -101,44 +101,48 @@ def test_a_minutes_worth_fits_in_a_minute(limit: int, amount: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 13, 999])
-def test_any_limit_lets_exactly_so_many_in_at_once(limit: int) -> None:
+@pytest.mark.anyio
+async def test_any_limit_lets_exactly_so_many_in_at_once(limit: int) -> None:
     quotas = LocalQuotas(Clock())
     quota = Quota(requests_per_minute=limit)
-    grants = [quotas.reserve("t", quota, 0, f"{i}") for i in range(limit + 1)]
+    grants = [await quotas.reserve("t", quota, 0, f"{i}") for i in range(limit + 1)]
     assert [grant.refused for grant in grants] == [None] * limit + ["requests"]
 
 
-def test_who_used_nothing_lately_is_forgotten() -> None:
+@pytest.mark.anyio
+async def test_who_used_nothing_lately_is_forgotten() -> None:
     clock = Clock()
     quotas = LocalQuotas(clock)
-    quotas.reserve("t", Quota(requests_per_minute=1), 0, "l")
-    quotas.release("t", "l")
-    assert len(quotas) == 1
+    await quotas.reserve("t", Quota(requests_per_minute=1), 0, "l")
+    await quotas.release("t", "l")
+    assert quotas.num_accounts == 1
     clock.now += 60
-    quotas.renew([])
-    assert len(quotas) == 0
+    await quotas.renew([])
+    assert quotas.num_accounts == 0
 
 
-def test_many_streams_of_a_tenant_are_renewed_in_time_that_grows_with_their_number() -> None:
-    def renewed_s(number: int) -> float:
+@pytest.mark.anyio
+async def test_many_streams_of_a_tenant_are_renewed_in_time_that_grows_with_their_number() -> None:
+    async def renewed_s(number: int) -> float:
         quotas, leases = LocalQuotas(Clock()), [("t", f"{i}") for i in range(number)]
-        quotas.renew(leases)
+        await quotas.renew(leases)
         start_s = time.thread_time()
-        quotas.renew(leases)
+        await quotas.renew(leases)
         return time.thread_time() - start_s
 
-    few_s, many_s = (min(renewed_s(number) for _ in range(3)) for number in (500, 4_000))
+    few_s, many_s = [min([await renewed_s(number) for _ in range(3)]) for number in (500, 4_000)]
     assert many_s < 24 * few_s
 
 
-def test_leases_end_in_the_order_of_their_renewal() -> None:
+@pytest.mark.anyio
+async def test_leases_end_in_the_order_of_their_renewal() -> None:
     clock, quota = Clock(), Quota(max_streams=2)
     quotas = LocalQuotas(clock)
     for lease_id in "ab":
-        assert quotas.reserve("t", quota, 0, lease_id).refused is None
+        assert (await quotas.reserve("t", quota, 0, lease_id)).refused is None
         clock.now += 10
-    quotas.renew([("t", "a")])
-    assert quotas.reserve("t", quota, 0, "c").refused == "streams"
+    await quotas.renew([("t", "a")])
+    assert (await quotas.reserve("t", quota, 0, "c")).refused == "streams"
     clock.now += LEASE_S - 9
-    assert quotas.reserve("t", quota, 0, "c").refused is None  # b's has ended, and a's has not
-    assert quotas.reserve("t", quota, 0, "d").refused == "streams"
+    assert (await quotas.reserve("t", quota, 0, "c")).refused is None  # b's has ended, and a's has not
+    assert (await quotas.reserve("t", quota, 0, "d")).refused == "streams"

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.gateway.store import redis as redis_module
 from penstock.gateway.store import redis_records
-from penstock.gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Key, Quota, Share
+from penstock.gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Key, Quota, ShareStats
 from penstock.gateway.store.link import Command
 from penstock.gateway.store.redis import RedisStore
 from tests.clock import Clock
@@ -257,7 +257,7 @@ async def test_a_tenant_that_has_too_much_in_redis_loses_what_would_expire_first
 
 
 async def test_what_expired_and_what_was_deleted_counts_no_longer(server: RedisServer, clock: Clock) -> None:
-    store, share = redis_store(server, clock=clock), Share(redis_records.MAX_TENANT_BYTES, 402, 0)
+    store, share = redis_store(server, clock=clock), ShareStats(redis_records.MAX_TENANT_BYTES, 402, 0)
     await store.put(record("soon"), b"x", 3600)
     await store.put(record("deleted"), b"x", 86_400)
     await store.put(record("again"), b"x" * 100, 86_400)

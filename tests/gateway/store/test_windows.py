@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.access.windows import windows_of
+from penstock.gateway.access.quotas import windows_of
 from penstock.gateway.store.interface import Quota, Store, Use, Window
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.shared import SharedStore
@@ -167,10 +167,10 @@ async def test_counts_of_a_window_go_with_it(server: RedisServer) -> None:
     local = MemoryStore(clock)
     await local.reserve("t", quota, 1, "l", windows)
     await local.release("t", "l")
-    assert len(local.quotas) == 1
+    assert local.num_accounts == 1
     clock.now += 2 * HOUR_S
     await local.renew([])
-    assert len(local.quotas) == 0
+    assert local.num_accounts == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire.histories import ANSWERED
+from penstock.gateway.wire.conversation import ANSWERED
 from penstock.gateway.wire.prompts import Prompts
 from tests.gateway.harness import make_tokenizer
 from tests.gateway.wire.test_published_templates import TOOLS, WORLD, prompts_of, published

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.planning.request import Output, Request
 from penstock.engine.planning.step import StepReport
-from penstock.gateway.http.connections import WRITABLE
+from penstock.gateway.http.connections import SEND, WRITABLE
 from penstock.gateway.reply import live
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_tools import TEMPLATE, TOOL
@@ -56,7 +56,10 @@ class FakeClient:
             "path": path,
             "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
-            "extensions": {WRITABLE: lambda: self.is_writable or self.claims_writable},
+            "extensions": {
+                SEND: self._send,
+                WRITABLE: lambda: self.is_writable or self.claims_writable,
+            },
         }
         self._asking = asyncio.ensure_future(gateway.app(scope, self._receive, self._send))
 

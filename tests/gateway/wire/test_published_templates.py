@@ -138,7 +138,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(talk: str) -> Non
                 pytest.fail(f"{name}: {error}")
             continue
         text = tokenizer.decode(prompt, skip_special=False)
-        if wanted is None:  # mended, see `gateway.wire.histories`
+        if wanted is None:  # mended, see `gateway.wire.conversation`
             assert all(message["content"].strip() in text for message in messages), name
         else:
             assert text == wanted or (name in ADAPTED and tools), name

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from penstock.gateway.limits import Limits
 from penstock.gateway.sessions.batches import batch as batch_module
-from penstock.gateway.sessions.batches import files, run, running
+from penstock.gateway.sessions.batches import files, run
 from penstock.gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
 from penstock.gateway.sessions.batches.files import Files, new_file_id
-from penstock.gateway.sessions.batches.run import Answer
-from penstock.gateway.sessions.batches.running import Batches
+from penstock.gateway.sessions.batches.run import Batches, LineAnswer
 from penstock.gateway.store.interface import Store, StoreUnavailable
 from penstock.gateway.store.memory import MemoryStore
 from penstock.gateway.store.redis import RedisStore
@@ -58,7 +57,7 @@ class Process:
     def __init__(
         self,
         store: Any,
-        answer: Callable[[str], Awaitable[Answer | None]],
+        answer: Callable[[str], Awaitable[LineAnswer | None]],
         replica: str = "r",
         limits: Limits | None = None,
     ) -> None:
@@ -75,15 +74,15 @@ class Process:
             model="m",
         )
 
-    async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> Answer | None:
+    async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> LineAnswer | None:
         assert (tenant in (TENANT, "other"), endpoint) == (True, "/v1/completions")
         self.asked[body["prompt"]] += 1
         return await self._answer(body["prompt"])
 
 
-async def right(name: str) -> Answer:
+async def right(name: str) -> LineAnswer:
     await asyncio.sleep(0)
-    return Answer(200, "req", b'{"said":"%b"}' % name.encode())
+    return LineAnswer(200, "req", b'{"said":"%b"}' % name.encode())
 
 
 async def started(process: Process, tenant: str = TENANT, prefix: str = "c", **fields: Any) -> str:
@@ -137,7 +136,7 @@ async def test_a_process_goes_on_with_what_another_left() -> None:
     store = MemoryStore()
     connection, written, output_id = StoreConnection(store), set[str](), new_file_id()
 
-    async def cut_off(name: str) -> Answer:
+    async def cut_off(name: str) -> LineAnswer:
         if first.asked.total() == NUM_LINES // 2 and not connection.is_cut:
             while not written:  # some results are written down, others are not
                 await asyncio.sleep(0.001)
@@ -184,7 +183,7 @@ async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> 
     for number in range(run.MAX_ATTEMPTS + 1):
         connection = StoreConnection(store)
 
-        async def poisoned(name: str, connection: StoreConnection = connection) -> Answer:
+        async def poisoned(name: str, connection: StoreConnection = connection) -> LineAnswer:
             if name == "c7":
                 while not (batch_ids and await has_results(store, batch_ids[0])):
                     await asyncio.sleep(0.001)
@@ -213,7 +212,7 @@ async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> 
 async def test_stopping_in_order_is_no_fault_of_the_batch() -> None:
     store = MemoryStore()
 
-    async def slow(_: str) -> Answer:
+    async def slow(_: str) -> LineAnswer:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -230,7 +229,7 @@ async def test_stopping_in_order_is_no_fault_of_the_batch() -> None:
 async def test_a_batch_is_one_process_s_at_a_time() -> None:
     store, held = MemoryStore(), asyncio.Event()
 
-    async def hold(name: str) -> Answer:
+    async def hold(name: str) -> LineAnswer:
         await held.wait()
         return await right(name)
 
@@ -240,7 +239,7 @@ async def test_a_batch_is_one_process_s_at_a_time() -> None:
         await asyncio.sleep(0)
     await second.batches._claim()
     assert not second.asked
-    await store.delete(running._lease(batch_id))  # as if it had not been renewed in time
+    await store.delete(run._lease(batch_id))  # as if it had not been renewed in time
     await second.batches._claim()
     while first.batches._tasks:
         await asyncio.sleep(0.001)
@@ -251,7 +250,7 @@ async def test_a_batch_is_one_process_s_at_a_time() -> None:
 async def test_a_batch_of_another_model_is_left_alone() -> None:
     store = MemoryStore()
     process, other = Process(store, right), Process(store, right)
-    other.batches._model = "another"
+    other.batches.model = "another"
     batch_id = await started(process)
     async with process.batches.running():
         pass  # it stops, and gives its lease back
@@ -264,7 +263,7 @@ async def test_a_batch_of_another_model_is_left_alone() -> None:
 async def test_what_is_not_done_in_time_is_said_to_be_expired() -> None:
     store = MemoryStore()
 
-    async def slow(name: str) -> Answer:
+    async def slow(name: str) -> LineAnswer:
         if name != "c3":
             await asyncio.Event().wait()
         return await right(name)
@@ -293,14 +292,14 @@ async def test_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_lines_take_turns_and_come_back_when_there_was_no_room() -> None:
     store, at_once, most = MemoryStore(), 0, 0
 
-    async def busy(name: str) -> Answer:
+    async def busy(name: str) -> LineAnswer:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
         await asyncio.sleep(0)
         at_once -= 1
         is_first = process.asked[name] == 1
-        return Answer(503, "req", b"{}", 0.0) if is_first else await right(name)
+        return LineAnswer(503, "req", b"{}", 0.0) if is_first else await right(name)
 
     process = Process(store, busy)
     batch = await ended(store, await started(process))
@@ -312,7 +311,7 @@ async def test_lines_take_turns_and_come_back_when_there_was_no_room() -> None:
 async def test_tenants_take_turns_however_many_batches_one_has() -> None:
     waiting: dict[str, asyncio.Event] = {}
 
-    async def told(name: str) -> Answer:
+    async def told(name: str) -> LineAnswer:
         waiting[name] = asyncio.Event()
         await waiting[name].wait()
         del waiting[name]
@@ -359,7 +358,7 @@ async def test_a_process_that_takes_no_work_any_more_leaves_it_to_another() -> N
 async def test_a_fault_ends_the_batch(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
 
-    async def broken(_: str) -> Answer:
+    async def broken(_: str) -> LineAnswer:
         raise ValueError("of the server's own")
 
     batch = await ended(store, await started(Process(store, broken)))
@@ -379,7 +378,7 @@ async def test_a_batch_whose_input_is_deleted_under_way_fails_and_keeps_what_it_
     monkeypatch.setattr(files, "PART_BYTES", 300)
     store = MemoryStore()
 
-    async def deleting(name: str) -> Answer:
+    async def deleting(name: str) -> LineAnswer:
         for file in await process.files.all(TENANT):
             await process.files.delete(TENANT, file)
         return await right(name)
@@ -431,7 +430,7 @@ async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> N
     process = Process(connection, right)
     file = await process.files.add(TENANT, "in", "batch", b"")
     connection.is_cut = True
-    for _ in range(running.MAX_AT_WORK):
+    for _ in range(run.MAX_AT_WORK):
         batch = Batch(
             id=new_batch_id(),
             endpoint="/v1/completions",

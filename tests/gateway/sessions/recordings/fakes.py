@@ -7,8 +7,7 @@ from typing import Any, cast
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.sessions.recordings.kinds import details_of, writers_of
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.writing import Head
 from tests.gateway.harness import make_timings, make_tokenizer

@@ -15,8 +15,7 @@ from penstock.engine.planning.request import FinishReason
 from penstock.gateway.access.keys import Client
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.sessions.recordings.reader import Reader
-from penstock.gateway.sessions.recordings.recording import Recording
+from penstock.gateway.sessions.recordings.recording import Reader, Recording
 from penstock.gateway.store.interface import Quota, StoreUnavailable
 from penstock.priority.lanes import Tenant
 from tests.clock import Clock

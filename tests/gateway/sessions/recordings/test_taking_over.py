@@ -25,7 +25,7 @@ from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings import registry
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.recordings.registry import MAX_ATTEMPTS
-from penstock.gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from penstock.gateway.store.interface import Journal, JournalChange, JournalOutcome, StoreUnavailable
 from tests.clock import Clock
 from tests.few import examples
 from tests.gateway.harness import Gateway, make_timings, make_tokenizer
@@ -462,6 +462,29 @@ async def test_a_store_that_is_away_holds_nobody_up_and_catches_up() -> None:
     journal = await store.read_journal(ID)
     assert journal is not None
     assert journal.token_ids == tuple(TOKENS[:5])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [("foreign", "another server took it over"), ("full", "its tenant has no room in Redis")],
+)
+async def test_a_reply_that_the_store_refuses_is_no_longer_written_down(
+    outcome: JournalOutcome, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = OrphaningStore(Clock())
+
+    async def refuse(changes: Sequence[JournalChange]) -> Sequence[JournalOutcome]:
+        return [outcome for _ in changes]
+
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        monkeypatch.setattr(store, "write_journals", refuse)
+        for number in range(3):
+            engine_brings(gateway, recording, number, number + 1)
+            await gateway.service.recordings._write_down()
+        assert not recording.journalled
+    (record,) = caplog.records
+    assert record.getMessage() == f"the reply {ID} is no longer written down here: {why}"
 
 
 async def test_what_the_store_lost_is_written_again() -> None:

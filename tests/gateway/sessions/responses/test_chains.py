@@ -8,7 +8,7 @@ import pytest
 
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import records
-from penstock.gateway.sessions.responses.records import KIND, Record
+from penstock.gateway.sessions.responses.records import KIND, StoredResponse
 from penstock.gateway.sessions.responses.threads import Thread
 from penstock.gateway.store import link
 from penstock.gateway.store.interface import PIECE, Key, Store
@@ -64,7 +64,7 @@ class Talk:
         assert record.thread is not None
         return record.thread
 
-    async def record(self, number: int = -1) -> Record | None:
+    async def record(self, number: int = -1) -> StoredResponse | None:
         return await records.find(self.store, TENANT, self.ids[number])
 
 

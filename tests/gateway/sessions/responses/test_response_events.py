@@ -189,7 +189,9 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
     else:
         assert reason is not None
         finish(recording, reason, texts[-1], token_ids[-1])
-    journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
+    journal = Journal(
+        recording.id, header_of(recording), tuple(recording.kept[0].token_ids), end_of(recording)
+    )
     replayed = partial(replay, replayer=sink, max_len=10_000)
     rebuilt = rebuild(journal, 99.0, {KIND: partial(make_writer, make_tokenizer())}, replayed)
     assert rebuilt.request.sampling == recording.request.sampling

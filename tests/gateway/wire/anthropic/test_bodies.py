@@ -183,3 +183,19 @@ def test_the_place_of_a_mistake_is_that_in_the_body(block: object, message: str)
     with pytest.raises(ApiError) as refused:
         chat_of(user([block]))
     assert refused.value.message == message
+
+
+def test_members_that_nobody_reads_are_named_wherever_their_type_stands() -> None:
+    inner = {"type": "text", "text": "Word.", "of_text": 1}
+    document = {"type": "document", "source": {"type": "content", "content": [inner], "of_source": 1}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{**document, "of_block": 1}]}
+    messages = [{"role": "user", "content": [document, result]}]
+    ignored: list[str] = []
+    read(CountTokensBody, {"model": "m", "messages": messages}, Limits(), ignored.append)
+    assert ignored == [
+        "messages[].content[].content[].of_block",
+        "messages[].content[].content[].source.content[].of_text",
+        "messages[].content[].content[].source.of_source",
+        "messages[].content[].source.content[].of_text",
+        "messages[].content[].source.of_source",
+    ]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.wire.ollama.lines import LineWriter
+from penstock.gateway.wire.ask import Ask
+from penstock.gateway.wire.frames import json_pieces
+from penstock.gateway.wire.ollama.lines import LineWriter, NormalEmbeddingWriter
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from penstock.gateway.wire.reading import PLAIN
 from penstock.gateway.wire.writing import Delta
+from tests.gateway.harness import MODEL, make_timings
+from tests.gateway.sessions.recordings.fakes import make_request
 from tests.gateway.wire.scripted_parser import HEAD, ScriptedReading, ended, ending, streamed
 
 CALLS: list[Any] = [
@@ -70,3 +75,10 @@ def test_any_text_survives(is_chat: bool, texts: list[str]) -> None:
     lines: list[Any] = [json.loads(line) for line in stream.decode("ascii").splitlines()]
     said = [line["message"]["content"] if is_chat else line["response"] for line in lines]
     assert "".join(said) == "".join(texts)
+
+
+def test_embeddings_are_written_one_at_a_time() -> None:
+    reply = Mock(timings=[make_timings(make_request())], num_prompt_tokens=3)
+    outputs = [(i, Delta(embedding=[0.6, 0.8])) for i in range(100)]
+    written = NormalEmbeddingWriter(Ask(model=MODEL, field="input", input=())).whole(reply, outputs)
+    assert [piece for piece in json_pieces(written) if b"0.6" in piece] == [b"[0.6,0.8]"] * 100

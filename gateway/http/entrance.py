@@ -1,26 +1,31 @@
-"""The limits of a request's host, headers and body, checked before any work is done for it."""
+"""The entrance of every request: its name, and the limits that are checked before any work is done for it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.errors import ApiError, refused
-from penstock.gateway.http.correlation import PROBES
+from penstock.gateway.http.correlation import CORRELATION, PROBES, Correlation, log_answer
 from penstock.gateway.http.hosts import Hosts
 from penstock.gateway.http.refusals import refusal
 from penstock.gateway.limits import Limits
 from penstock.gateway.store.time_budget import TIME_BUDGET, TimeBudget
 
+_REFUSED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
-class LimitsMiddleware:
-    """Refuses requests to other hosts, too many headers, too long ones, and too long bodies, declared or not.
 
-    Every other request gets its time for the store.
+class Entrance:
+    """The layer around an application: every request gets a name and a time budget for the store, and is logged.
+
+    Requests to other hosts, those with too many or too long headers, and bodies that are too long, declared or not, are
+    refused. Starlette's own layers are inside, so that this one sees every answer.
     """
 
     def __init__(
@@ -29,45 +34,61 @@ class LimitsMiddleware:
         limits: Limits,
         hosts: Collection[str] = (),
         uploads: frozenset[str] = frozenset(),
+        note_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
             hosts: see `gateway.http.hosts.Hosts`.
             uploads: the paths whose bodies are uploads.
+            note_refused: is called with the tenant of each request that was answered with 429 or 503.
         """
         self.app = app
         self.hosts = Hosts(hosts)
         self.limits = limits
         self.uploads = uploads
         self._bodies = _Bodies(limits.max_bodies_bytes)
+        self._note_refused = note_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        CORRELATION.set(request := Correlation.of(scope))
         TIME_BUDGET.set(TimeBudget())
-        is_upload = scope["path"] in self.uploads
+        began_s = time.perf_counter()
+        is_whole, status = False, 0
+        is_upload = request.path in self.uploads
         max_bytes = self.limits.max_upload_bytes if is_upload else self.limits.max_body_bytes
-        headers = scope["headers"]
-        # Whoever probes asks by an address: kubelet by the pod's, a health check in a container by loopback.
-        is_probe = scope["path"] in PROBES
-        error = None if is_probe else self.hosts.refusal(headers)
-        error = error or self._check_headers(headers, max_bytes)
-        if error is not None:
-            await refusal(error, scope["path"])(scope, receive, send)
-            return
         body = _Body(receive, max_bytes, _Bodies(max_bytes) if is_upload else self._bodies)
 
-        async def send_released(message: Message) -> None:
+        async def send_named(message: Message) -> None:
+            nonlocal is_whole, status
             body.release()
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(request.headers())
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        error = self._refusal(scope, max_bytes)
+        app = self.app if error is None else refusal(error, request.path)
         try:
-            await self.app(scope, body, send_released)
+            await app(scope, body, send_named)
+        except Exception:
+            # Starlette raises again what `answer_fault` has answered and logged; the server would log it once more.
+            if not is_whole:
+                raise
         finally:
             body.release()
+            if request.tenant and status in _REFUSED:
+                self._note_refused(request.tenant)
+            log_answer(request, status, is_whole=is_whole, seconds=time.perf_counter() - began_s)
 
-    def _check_headers(self, headers: list[tuple[bytes, bytes]], max_bytes: int) -> ApiError | None:
+    def _refusal(self, scope: Scope, max_bytes: int) -> ApiError | None:
+        headers = scope["headers"]
+        # Whoever probes asks by an address: kubelet by the pod's, a health check in a container by loopback.
+        if scope["path"] not in PROBES and (error := self.hosts.refusal(headers)) is not None:
+            return error
         size = sum(len(name) + len(value) for name, value in headers)
         if len(headers) > self.limits.max_headers or size > self.limits.max_header_bytes:
             return headers_too_large()
