@@ -23,7 +23,7 @@ from penstock.engine.kernels.select import check_native
 from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
 from penstock.engine.model.prediction import PredictionSource
 from penstock.engine.model.tensors import check_recipe, make_recipe
-from penstock.engine.planning.state_slots import most_running
+from penstock.engine.planning.state_group import most_running
 from penstock.engine.sizes import size_text
 
 

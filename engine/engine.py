@@ -28,7 +28,7 @@ from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
 from penstock.engine.planning.request import DraftCount, Output
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.setup import fit_limits, make_tables
+from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import (
     NO_SECONDS,
@@ -175,18 +175,18 @@ class Engine:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_blocks=scheduler.tables.pool.num_blocks - 1,
-            block_size=scheduler.tables.block_size,
-            num_free_blocks=scheduler.tables.pool.num_free,
-            num_cached_blocks=len(scheduler.tables.index),
-            num_kv_tokens=scheduler.tables.num_kv_tokens,
-            num_free_tokens=scheduler.tables.num_free_tokens,
+            num_blocks=scheduler.memory.pool.num_blocks - 1,
+            block_size=scheduler.memory.block_size,
+            num_free_blocks=scheduler.memory.pool.num_free,
+            num_cached_blocks=len(scheduler.memory.index),
+            num_kv_tokens=scheduler.memory.num_kv_tokens,
+            num_free_tokens=scheduler.memory.num_free_tokens,
             num_steps=self._num_steps,
             num_preemptions=scheduler.counters.num_preemptions,
             num_pool_violations=self._num_pool_violations,
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_num_seqs=scheduler.limits.max_num_seqs,
-            states=scheduler.tables.state_use,
+            states=scheduler.memory.state_use,
         )
 
     def block_map(self) -> BlockMap | None:
@@ -194,8 +194,8 @@ class Engine:
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        tables = scheduler.tables
-        return block_map(tables.pool.ref_counts, tables.findable)
+        memory = scheduler.memory
+        return block_map(memory.pool.ref_counts, memory.findable)
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> tuple[int, int]:
         """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of them in use.
@@ -205,7 +205,7 @@ class Engine:
             token_ids: the prompt; without it, nothing is found where layers have a state.
         """
         scheduler = self._scheduler
-        return scheduler.tables.find_cached(hashes, token_ids) if scheduler else (0, 0)
+        return scheduler.memory.find_cached(hashes, token_ids) if scheduler else (0, 0)
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -254,9 +254,9 @@ class Engine:
         self._num_steps, self._reported, self._proven = 0, Counters(), True
 
     def _new_scheduler(self) -> Scheduler:
-        tables = make_tables(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
-        limits = fit_limits(self._limits, self._facts, tables)
-        return Scheduler(self._queue, tables, self._sink, limits, self._new_drafting())
+        memory = make_memory(self._facts, prefix_cache=self._prefix_cache, log=self._prefix_log)
+        limits = fit_limits(self._limits, self._facts, memory)
+        return Scheduler(self._queue, memory, self._sink, limits, self._new_drafting())
 
     def _new_drafting(self) -> Drafting | None:
         facts, step_seconds = self._facts, self._queue.step_seconds
@@ -400,8 +400,8 @@ class Engine:
                 failed_proposers=failed,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
-                num_blocks=scheduler.tables.pool.num_blocks - 1,
-                num_free_blocks=scheduler.tables.pool.num_free,
+                num_blocks=scheduler.memory.pool.num_blocks - 1,
+                num_free_blocks=scheduler.memory.pool.num_free,
                 num_preemptions=counters.num_preemptions - before.num_preemptions,
                 num_prefix_query_tokens=counters.num_prefix_query_tokens - before.num_prefix_query_tokens,
                 num_prefix_hit_tokens=counters.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
@@ -433,7 +433,7 @@ class Engine:
             log.error("KV pool violation, starting it afresh: %s", violation)
             self._num_pool_violations += 1
             self._scheduler = None
-            scheduler.tables = self._new_scheduler().tables
+            scheduler.memory = self._new_scheduler().memory
             self._prefix_log.clear()
             self._scheduler = scheduler
 

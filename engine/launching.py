@@ -101,7 +101,7 @@ def step_load(scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
         num_running=len(scheduler.running),
         max_num_seqs=scheduler.limits.max_num_seqs,
         max_batch_tokens=scheduler.most_tokens,
-        num_free_tokens=scheduler.tables.num_free_tokens,
-        num_kv_tokens=scheduler.tables.num_kv_tokens,
+        num_free_tokens=scheduler.memory.num_free_tokens,
+        num_kv_tokens=scheduler.memory.num_kv_tokens,
         preempted=scheduler.preempted,
     )

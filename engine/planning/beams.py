@@ -107,13 +107,13 @@ class BeamSearch:
 class Beams:
     """A search with its sequences, which are in the engine's hands."""
 
-    def __init__(self, request: Request, params: BeamParams, order: int, max_len: int) -> None:
+    def __init__(self, request: Request, params: BeamParams, max_len: int) -> None:
         """`max_len` bounds prompt and output tokens of an answer, whatever the request asks for."""
         self.width = request.n
-        self._request, self._order, self._max_len = request, order, max_len
+        self._request, self._max_len = request, max_len
         most = self._new_answer(0).max_len - len(request.prompt_token_ids)
         self.search = BeamSearch(request.n, params, most, request.sampling.num_logprobs)
-        self.members = [BeamSequence(self, request, 0, order)]
+        self.members = [BeamSequence(self, request)]
         """The sequence of each beam, the best one first; a single one if the beams are still to fork from it."""
         self._rows: dict[BeamSequence, TokenLogprobs] = {}
 
@@ -164,7 +164,7 @@ class Beams:
         return answer
 
     def _new_answer(self, index: int) -> Sequence:
-        return Sequence(self._request, index, self._order, self._max_len)
+        return Sequence(self._request, index, max_len=self._max_len)
 
 
 class BeamSequence(Sequence):
@@ -173,7 +173,7 @@ class BeamSequence(Sequence):
     __slots__ = ("beams",)
 
     def __init__(
-        self, beams: Beams, request: Request, index: int, order: int, token_ids: ListLike[int] = ()
+        self, beams: Beams, request: Request, index: int = 0, order: int = 0, token_ids: ListLike[int] = ()
     ) -> None:
         super().__init__(request, index, order)
         self.beams = beams

@@ -27,9 +27,9 @@ from heapq import merge
 from math import inf
 from typing import Protocol
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.chunks import set_drafts
 from penstock.engine.planning.guesses import Guess, Record
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.price import Price, value
 from penstock.engine.planning.request import NO_LIMIT, Sequence
@@ -142,7 +142,7 @@ class Drafting:
         """
         return self._is_active and self._num_sampling > 0 and self._may_draft
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: Plan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
 
         Args:
@@ -167,9 +167,9 @@ class Drafting:
             if pace.is_look_due():
                 self._look(plan, pace, room)
         elif room > 0 and self._may_pay(num_sampling):
-            self._draft(plan, tables, room)
+            self._draft(plan, memory, room)
 
-    def _draft(self, plan: Plan, tables: BlockTables, room: int) -> None:
+    def _draft(self, plan: Plan, memory: SequenceMemory, room: int) -> None:
         started = self.clock()
         guesses = self._guesses(plan, is_known=True)
         if self._has_model and not self._rests_now(DRAFT_MODEL):
@@ -177,7 +177,7 @@ class Drafting:
         counts, _ = self._counts(guesses, self._num_sampling, room)
         for guess, count in zip(guesses, counts, strict=True):
             if count:
-                guess.add(plan, count, tables)
+                guess.add(plan, count, memory)
         plan.drafting_s = self.clock() - started
 
     def _look(self, plan: Plan, pace: Pace, room: int) -> None:

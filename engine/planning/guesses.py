@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.chunks import set_drafts
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.step import Chunk, Plan
 
 
@@ -39,10 +39,10 @@ class Guess:
     def take(self, proposer: str, drafts: list[int]) -> None:
         self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
 
-    def add(self, plan: Plan, count: int, tables: BlockTables) -> None:
+    def add(self, plan: Plan, count: int, memory: SequenceMemory) -> None:
         """Adds so many drafts to the chunk, if there are free blocks for them: nobody gives way for a guess."""
         chunk = self.chunk
-        copies = tables.grow(chunk.sequence, chunk.sequence.num_computed + count)
+        copies = memory.grow(chunk.sequence, chunk.sequence.num_computed + count)
         if copies is None:
             return
         plan.copies.extend(copies)

@@ -48,17 +48,6 @@ _Block = tuple[list[bytes], list[int], int, int, bytes]
 """A stored block: the hashes and tokens of its chain (lists that only grow), its index there, block size and salt."""
 
 
-class PrefixEvents:
-    """The events in order. They are made while they are read, which takes no time of a step."""
-
-    def __init__(self, told: list[_Block | Found | Dropped | Cleared]) -> None:
-        self._told = told
-
-    def __iter__(self) -> Iterator[PrefixEvent]:
-        for event in self._told:
-            yield event if isinstance(event, Found | Dropped | Cleared) else _spelt_out(*event)
-
-
 class PrefixLog:
     """Collects events until they are drained; the step thread owns it.
 
@@ -66,31 +55,32 @@ class PrefixLog:
     """
 
     def __init__(self) -> None:
-        self._told: list[_Block | Found | Dropped | Cleared] = []
+        self._events: list[_Block | Found | Dropped | Cleared] = []
 
     def stored(self, hashes: list[bytes], token_ids: list[int], i: int, block_size: int, salt: bytes) -> None:
         """Adds that the i-th block of a chain can be found from now on."""
-        if len(self._told) >= MAX_EVENTS:
+        if len(self._events) >= MAX_EVENTS:
             self.clear()
-        self._told.append((hashes, token_ids, i, block_size, salt))
+        self._events.append((hashes, token_ids, i, block_size, salt))
 
     def add(self, event: Found | Dropped) -> None:
-        if len(self._told) >= MAX_EVENTS:
+        if len(self._events) >= MAX_EVENTS:
             self.clear()
-        self._told.append(event)
+        self._events.append(event)
 
     def clear(self) -> None:
         """Adds that all blocks are gone at once."""
-        self._told = [Cleared()]
+        self._events = [Cleared()]
 
-    def drain(self) -> PrefixEvents | tuple[()]:
-        """Returns the events since the last call."""
-        if not self._told:
-            return ()
-        told, self._told = self._told, []
-        return PrefixEvents(told)
+    def drain(self) -> Iterator[PrefixEvent]:
+        """Returns the events since the last call. They are made while they are read, which takes no time of a step."""
+        events, self._events = self._events, []
+        return map(_spelt_out, events)
 
 
-def _spelt_out(hashes: list[bytes], token_ids: list[int], i: int, block_size: int, salt: bytes) -> Stored:
+def _spelt_out(event: _Block | Found | Dropped | Cleared) -> PrefixEvent:
+    if isinstance(event, Found | Dropped | Cleared):
+        return event
+    hashes, token_ids, i, block_size, salt = event
     tokens = tuple(token_ids[i * block_size : (i + 1) * block_size])
     return Stored(hashes[i], hashes[i - 1] if i else None, i + 1, tokens, salt)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from hashlib import blake2b
 
-from penstock.engine.planning.request import Request
+from penstock.engine.planning.request import Request, Sequence
 
 
 def chain_start(salt: bytes) -> bytes:
@@ -37,6 +37,15 @@ def extend_hashes(
         hashes.append(parent)
 
 
+def extend_chain(sequence: Sequence, num_blocks: int, block_size: int) -> list[bytes]:
+    """Makes the hashes of a sequence's first full blocks known, and returns all that are."""
+    hashes, request = sequence.block_hashes, sequence.request
+    if len(hashes) < num_blocks:
+        hashes += request.block_hashes[len(hashes) : num_blocks]
+        extend_hashes(hashes, sequence.token_ids, num_blocks, block_size, request.salt)
+    return hashes
+
+
 def prompt_hashes(token_ids: TokenIds[int], block_size: int, salt: bytes) -> tuple[bytes, ...]:
     """Returns the hashes of the blocks that a prompt may find, which never are those of its last token."""
     hashes: list[bytes] = []
@@ -55,24 +64,32 @@ class PrefixIndex:
     A hash stands for some tokens and all before them; each block table of a sequence has a block of its own for them.
     """
 
-    def __init__(self, num_tables: int = 1) -> None:
-        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_tables)]
-        self._hash_of: dict[int, bytes] = {}
+    def __init__(self, num_seen: TokenIds[int] = (0,)) -> None:
+        """`num_seen` says by table how many of a prefix's last blocks have to be known, since nobody sees those before
+        them; 0 if all have to be."""
+        self._num_seen = num_seen
+        self._block_of: list[dict[bytes, int]] = [{} for _ in num_seen]
+        self._place_of: dict[int, tuple[bytes, int]] = {}
+        """The hash that finds a block, and its table."""
         self._pending: dict[bytes, tuple[object, int]] = {}
         """The sequence that computes the blocks of a hash, and its lane, by hash."""
+        self.generation = 0
+        """Another number whenever something else can be found: what was looked up holds until then."""
 
     def __len__(self) -> int:
-        return len(self._hash_of)
+        return len(self._place_of)
 
-    def match(self, hashes: list[bytes], num_seen: TokenIds[int] = (0,)) -> list[int]:
+    @property
+    def num_tables(self) -> int:
+        return len(self._num_seen)
+
+    def match(self, hashes: list[bytes]) -> list[int]:
         """Returns the table entries of the longest known prefix of the chain, those of the same tokens side by side.
 
-        Args:
-            num_seen: by table, how many of the prefix's last blocks have to be known, since nobody sees those before
-                them, whose entries are 0; 0 if all have to be.
+        Entries that nobody sees are 0.
         """
+        num_seen, length = self._num_seen, len(hashes)
         columns: list[list[int]] = [[] for _ in num_seen]
-        length = len(hashes)
         for blocks, known, seen in zip(columns, self._block_of, num_seen, strict=True):
             if seen:
                 continue
@@ -82,7 +99,7 @@ class PrefixIndex:
                     break
                 blocks.append(block)
             length = len(blocks)
-        while (gap := self._last_gap(hashes, length, num_seen)) is not None:
+        while (gap := self._last_gap(hashes, length)) is not None:
             length = gap
         if len(columns) == 1 and not num_seen[0]:
             return columns[0]
@@ -93,11 +110,13 @@ class PrefixIndex:
                 columns[number] = [0] * first + [known[hash_] for hash_ in hashes[first:length]]
         return [block for entries in zip(*columns, strict=False) for block in entries]
 
-    def _last_gap(self, hashes: list[bytes], length: int, num_seen: TokenIds[int]) -> int | None:
+    def _last_gap(self, hashes: list[bytes], length: int) -> int | None:
         """A place before `length` that some table sees from there and has no block of; None if there is none."""
-        for known, seen in zip(self._block_of, num_seen, strict=True):
+        for known, seen in zip(self._block_of, self._num_seen, strict=True):
             for i in reversed(range(max(0, length - seen), length)):
                 if hashes[i] not in known:
+                    while i and hashes[i - 1] not in known:  # the window before it would end in this gap, too
+                        i -= 1
                     return i
         return None
 
@@ -111,26 +130,21 @@ class PrefixIndex:
         if block_hash_ in known:
             return False
         known[block_hash_] = block
-        self._hash_of[block] = block_hash_
+        self._place_of[block] = block_hash_, table
+        self.generation += 1
         return True
 
-    def drop(self, block: int) -> bytes | None:
-        """Forgets a block whose content is gone; returns the hash that it was found by if it was of the first table."""
-        block_hash_ = self._hash_of.pop(block, None)
-        if block_hash_ is None:
-            return None
-        for number, known in enumerate(self._block_of):
-            if known.get(block_hash_) == block:
-                del known[block_hash_]
-                return None if number else block_hash_
-        return None
+    def drop(self, block: int) -> tuple[bytes, int] | None:
+        """Forgets a block whose content is gone; returns the hash that found it, and its table."""
+        place = self._place_of.pop(block, None)
+        if place is not None:
+            block_hash_, table = place
+            del self._block_of[table][block_hash_]
+            self.generation += 1
+        return place
 
     def knows_block(self, block: int) -> bool:
-        return block in self._hash_of
-
-    def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash that finds this block, if one does."""
-        return self._hash_of.get(block)
+        return block in self._place_of
 
     def block_of(self, block_hash_: bytes) -> int | None:
         """Returns the first table's block of this hash, if there is one."""
@@ -153,13 +167,19 @@ class PrefixIndex:
 
     def is_pending(self, block_hash_: bytes, lane: int = 0) -> bool:
         """Returns whether a sequence at least as urgent as `lane` is computing the block of this hash."""
-        pending = self._pending.get(block_hash_)
-        return pending is not None and pending[1] <= lane
+        return self.owner_of(block_hash_, lane) is not None
 
-    def owner_of(self, block_hash_: bytes) -> object | None:
-        """Returns the sequence that is computing the block of this hash, if any."""
+    def owner_of(self, block_hash_: bytes, lane: int) -> object | None:
+        """Returns the sequence that is computing the block of this hash, if one is that is at least as urgent."""
         pending = self._pending.get(block_hash_)
-        return None if pending is None else pending[0]
+        return pending[0] if pending is not None and pending[1] <= lane else None
+
+    def num_shared(self, hashes: list[bytes], num_known: int, lane: int) -> int:
+        """Returns how many first blocks of a chain are known, or computed by sequences at least as urgent."""
+        number = num_known
+        while number < len(hashes) and self.is_pending(hashes[number], lane):
+            number += 1
+        return number
 
     @property
     def num_pending(self) -> int:

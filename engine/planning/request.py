@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 from penstock.engine.planning.grammar import Grammar, Guide
-from penstock.engine.planning.states import SequenceState
+from penstock.engine.planning.states import Prefix, SequenceState
 from penstock.engine.planning.thinking import Thinking, ThinkingBudget
 
 
@@ -366,11 +366,13 @@ class Sequence:
     pooled: list[float] = field(init=False, default_factory=list)
     """The sum of the hidden states that have come and that are pooled."""
     block_table: list[int] = field(init=False, default_factory=list)
-    """By block of tokens, the KV blocks of its tables, one after another; see block_tables.py. The list is empty while
+    """By block of tokens, the KV blocks of its tables, one after another; see memory.py. The list is empty while
     the sequence does not run."""
     block_hashes: list[bytes] = field(init=False, default_factory=list)
     state: SequenceState | None = field(init=False, default=None)
     """The slots of its states while it runs; None where the model has none."""
+    prefix: Prefix | None = field(init=False, default=None)
+    """What was found for it when it was looked up last, while it waits."""
     awaited_hash: bytes = field(init=False, default=b"")
     """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
     text: object = field(init=False, default=None)

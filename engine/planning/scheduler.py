@@ -18,9 +18,9 @@ from collections.abc import Sequence as ListLike
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.sequence_store import Counters
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue
@@ -42,13 +42,13 @@ class Scheduler(StepResults):
     def __init__(
         self,
         queue: RequestQueue,
-        tables: BlockTables,
+        memory: SequenceMemory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
     ) -> None:
-        tables.limit_chunks(limits.max_batch_tokens)
-        super().__init__(queue, tables, sink, limits, drafting)
+        memory.limit_chunks(limits.max_batch_tokens)
+        super().__init__(queue, memory, sink, limits, drafting)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._scored_left = 0
@@ -60,8 +60,10 @@ class Scheduler(StepResults):
         self._queue_goes_first = False
         """Sequences gave way for the queue's next request and would take their blocks, which are returning, again."""
         self._num_started = 0
-        self._candidate: Sequence | None = None
-        """Made of the request that was last looked at in the queue, so that its hashes are not computed twice."""
+        self._candidates: dict[int, Sequence] = {}
+        """Made of the requests that this step looked at in the queue, by `id`, so that each is looked up once."""
+        self._candidates_before: dict[int, Sequence] = {}
+        """Those of the step before."""
         self._passed_over: Sequence | None = None
         """The request to which others that start first leave the blocks that it needs."""
         self._refused: Request | None = None
@@ -82,6 +84,7 @@ class Scheduler(StepResults):
         plan = Plan()
         self.planned_s = now
         self._num_preemptions_before = self.counters.num_preemptions
+        self._candidates, self._candidates_before = {}, self._candidates
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         decodes, chunked = self._sort_running()
         allowance = self.queue.allowance(self.running, decodes, chunked)
@@ -96,11 +99,12 @@ class Scheduler(StepResults):
             self._admit_queued(plan, now)
         self._resume_waiting(plan, now)
         self._admit_queued(plan, now)
+        self._candidates_before.clear()  # of those nobody looked at, some may have been cancelled
         if self.drafting is not None:
-            self.drafting.extend(plan, self.tables, self.most_tokens, allowance.most_s)
+            self.drafting.extend(plan, self.memory, self.most_tokens, allowance.most_s)
         if plan.chunks:
-            plan.number = self.tables.begin_step(plan.copies)
-            self.tables.assign(plan)
+            plan.number = self.memory.begin_step(plan.copies)
+            self.memory.assign(plan)
         return plan
 
     def shrink(self, plan: Plan) -> bool:
@@ -119,7 +123,7 @@ class Scheduler(StepResults):
             return False
         if self.withdraw_ended(plan):
             return True
-        for sequence in self.tables.take_back(plan):
+        for sequence in self.memory.take_back(plan):
             self._preempt_planned(plan, sequence)
         drop_drafts(plan)
         num_over = plan.num_tokens - num_left
@@ -135,7 +139,7 @@ class Scheduler(StepResults):
             else:
                 self._leave_out(plan, chunk)
         self._step_limit.shrink(max(1, plan.num_tokens))
-        self.tables.assign(plan)
+        self.memory.assign(plan)
         if not plan.chunks:
             self._preempt_torn(plan)
         return True
@@ -154,11 +158,11 @@ class Scheduler(StepResults):
             for chunk in plan.chunks[:]:
                 if chunk.sequence not in self.running or chunk.is_stale:
                     withdraw(plan, chunk.sequence)
-            self.tables.take_back(plan)
+            self.memory.take_back(plan)
             for chunk in plan.chunks[:]:
                 withdraw(plan, chunk.sequence)
         for plan in plans:
-            self.tables.end_step(plan.number, has_failed=True)
+            self.memory.end_step(plan.number, has_failed=True)
         for sequence in sequences:
             if sequence in self.running:
                 self.preempt(sequence)
@@ -175,7 +179,7 @@ class Scheduler(StepResults):
             withdraw(plan, sequence)
         is_empty = bool(ended) and not plan.chunks
         if is_empty:
-            self.tables.end_step(plan.number, has_failed=True)
+            self.memory.end_step(plan.number, has_failed=True)
         return is_empty
 
     # Planning running sequences
@@ -225,7 +229,7 @@ class Scheduler(StepResults):
         if self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table:
             return
         start = sequence.num_computed
-        copies = self.tables.grow(sequence, start + num_tokens)
+        copies = self.memory.grow(sequence, start + num_tokens)
         if copies is None:
             copies = self._make_room(plan, sequence, start + num_tokens)
             if copies is None:
@@ -243,7 +247,7 @@ class Scheduler(StepResults):
 
     def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
         """Returns how many tokens of a longer chunk the step has room for."""
-        most = min(num_remaining, self._tokens_left, self.tables.max_chunk)
+        most = min(num_remaining, self._tokens_left, self.memory.max_chunk)
         return min(most, self._scored_left) if sequence.is_scored and len(self.running) > 1 else most
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -251,8 +255,8 @@ class Scheduler(StepResults):
 
         It waits for blocks that were given back while steps in flight still use them; then nobody gives way for it.
         """
-        while (copies := self.tables.grow(sequence, num_tokens)) is None:
-            if self.tables.will_have_room(sequence, num_tokens):
+        while (copies := self.memory.grow(sequence, num_tokens)) is None:
+            if self.memory.will_have_room(sequence, num_tokens):
                 return None
             self._preempt_planned(plan, self.queue.victim(self.running, sequence) or sequence)
             if not sequence.block_table:
@@ -298,15 +302,14 @@ class Scheduler(StepResults):
                 continue
             if sequence.num_pending:
                 return
-            prefix = self.tables.find_prefix(sequence)
-            if self._defer(sequence, prefix):
+            if self._defer(sequence):
                 continue
-            if max(self._shortage(sequence, prefix)) > 0:
+            if max(self._shortage(sequence)) > 0:
                 return
             self.waiting.remove(sequence)
             if sequence.followers:
                 waiting.appendleft(self._follow(sequence))
-            self._start(plan, sequence, prefix, now)
+            self._start(plan, sequence, now)
 
     def _admit_queued(
         self, plan: Plan, now: float, above: int | None = None, before: Request | None = None
@@ -323,25 +326,22 @@ class Scheduler(StepResults):
             request = self.queue.take(self._fits, above, before)
             if request is not None:
                 self._begin(plan, request, now)
-            elif self._refused is None:
-                self._candidate = None
-                return
-            elif way_was_made or not self._make_way(plan, self._refused):
+            elif self._refused is None or way_was_made or not self._make_way(plan, self._refused):
                 return
             else:
                 way_was_made = True
 
     def _begin(self, plan: Plan, request: Request, now: float) -> None:
         sequence = self._candidate_for(request)
-        self._candidate = None
+        del self._candidates[id(request)]
+        sequence.order = self._num_started
         self._num_started += 1
         if isinstance(sequence, BeamSequence):
             self.searches.append(sequence.beams)
-        prefix = self.tables.find_prefix(sequence)
-        if self._defer(sequence, prefix):
+        if self._defer(sequence):
             self._enqueue_waiting(sequence)
         else:
-            self._start(plan, sequence, prefix, now)
+            self._start(plan, sequence, now)
 
     def _make_way(self, plan: Plan, request: Request) -> bool:
         """Preempts for a request whose turn it is if that is enough to start it; else changes nothing.
@@ -349,8 +349,8 @@ class Scheduler(StepResults):
         What steps in flight still use counts as room: the request starts with the next step.
         """
         sequence = self._candidate_for(request)
-        seats, blocks = self._shortage(sequence, self.tables.find_prefix(sequence))
-        blocks -= self.tables.num_returning
+        seats, blocks = self._shortage(sequence)
+        blocks -= self.memory.num_returning
         victims: list[Sequence] = []
         candidates = iter(self.queue.giving_way(request, self.running))
         while seats > 0 or blocks > 0:
@@ -358,29 +358,29 @@ class Scheduler(StepResults):
             if victim is None:
                 return False
             victims.append(victim)
-            seats, blocks = seats - 1, blocks - self.tables.num_held_alone(victim)
+            seats, blocks = seats - 1, blocks - self.memory.num_held_alone(victim)
         for chosen in victims:
             self._preempt_planned(plan, chosen)
-        self._queue_goes_first = self.tables.num_in_flight > 0
+        self._queue_goes_first = self.memory.num_in_flight > 0
         return bool(victims)
 
-    def _defer(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def _defer(self, sequence: Sequence) -> bool:
         """Notes the block that the sequence has to wait for, and returns whether there is one."""
-        sequence.awaited_hash = self.tables.awaited_hash(sequence, prefix)
+        sequence.awaited_hash = self.memory.awaited_hash(sequence)
         return bool(sequence.awaited_hash)
 
     def _is_deferred(self, sequence: Sequence) -> bool:
         """Returns whether another sequence is still computing the block that this one waits for."""
-        return self.tables.index.is_pending(sequence.awaited_hash, sequence.request.lane)
+        return self.memory.index.is_pending(sequence.awaited_hash, sequence.request.lane)
 
     def _num_deferred(self) -> int:
         return sum(1 for s in self.waiting if not s.num_preemptions)
 
-    def _shortage(self, sequence: Sequence, prefix: list[int]) -> tuple[int, int]:
+    def _shortage(self, sequence: Sequence) -> tuple[int, int]:
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
         seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
         seats = self.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
-        return seats, self.tables.num_free_needed(sequence, prefix) + blocks_left - self.tables.pool.num_free
+        return seats, self.memory.num_free_needed(sequence) + blocks_left - self.memory.pool.num_free
 
     def _left_free(self, sequence: Sequence) -> tuple[int, int]:
         """Returns the seats and blocks that a sequence leaves to others when it starts.
@@ -389,7 +389,7 @@ class Scheduler(StepResults):
         long is not bound by the latter, and others leave it a seat and the blocks that it needs; lanes that are more
         urgent than its own leave it half of the pool at most.
         """
-        lane, num_blocks = sequence.request.lane, self.tables.pool.num_blocks - 1
+        lane, num_blocks = sequence.request.lane, self.memory.pool.num_blocks - 1
         for_running, passed_over = 1 + len(self.running) // 4, self._passed_over
         if self._is_passed_over(sequence.request):
             return 0, for_running
@@ -398,7 +398,7 @@ class Scheduler(StepResults):
         not_its_own = int((1.0 - share) * num_blocks)
         if passed_over is None:
             return 0, max(for_running, not_its_own)
-        kept = self.tables.num_free_needed(passed_over, self.tables.find_prefix(passed_over))
+        kept = self.memory.num_free_needed(passed_over)
         if lane < passed_over.request.lane:
             kept = min(kept, num_blocks // 2)
         return passed_over.num_seats, max(for_running + kept, not_its_own)
@@ -416,7 +416,7 @@ class Scheduler(StepResults):
     def _fits(self, request: Request) -> bool:
         """Says whether the request could start now, and remembers the first one that could not."""
         sequence = self._candidate_for(request)
-        if max(self._shortage(sequence, self.tables.find_prefix(sequence))) <= 0:
+        if max(self._shortage(sequence)) <= 0:
             return True
         # Who was passed over may be tried before its turn: then nobody gives way for it if it is another's.
         if self._refused is None or self._is_passed_over(self._refused):
@@ -424,17 +424,18 @@ class Scheduler(StepResults):
         return False
 
     def _candidate_for(self, request: Request) -> Sequence:
-        if self._candidate is None or self._candidate.request is not request:
-            self._candidate = self._made_of(request)
-        return self._candidate
+        key = id(request)
+        if key not in self._candidates:
+            self._candidates[key] = self._candidates_before.get(key) or self._made_of(request)
+        return self._candidates[key]
 
     def _made_of(self, request: Request) -> Sequence:
         if request.beams is not None:
-            return Beams(request, request.beams, self._num_started, self.max_len).members[0]
-        return Sequence(request, request.index, self._num_started, self.max_len)
+            return Beams(request, request.beams, self.max_len).members[0]
+        return Sequence(request, request.index, max_len=self.max_len)
 
-    def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
-        self.tables.start(sequence, prefix)
+    def _start(self, plan: Plan, sequence: Sequence, now: float) -> None:
+        self.memory.start(sequence)
         self.running.append(sequence)
         if self._is_passed_over(sequence.request):
             self._passed_over = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import (
     NO_EXPERTS,
     ExpertSums,
@@ -33,9 +33,9 @@ class Counters:
 class SequenceStore:
     """Keeps the sequences from their start to their end. A sequence gives its blocks back when it leaves `running`."""
 
-    def __init__(self, queue: RequestQueue, tables: BlockTables) -> None:
+    def __init__(self, queue: RequestQueue, memory: SequenceMemory) -> None:
         self.queue = queue
-        self.tables = tables
+        self.memory = memory
         self.counters = Counters()
         self.experts: ExpertSums = NO_EXPERTS
         """The experts of all steps that came back."""
@@ -53,7 +53,7 @@ class SequenceStore:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and not self.waiting and not self.tables.num_in_flight
+        return not self.running and not self.waiting and not self.memory.num_in_flight
 
     @property
     def num_seats_taken(self) -> int:
@@ -111,7 +111,7 @@ class SequenceStore:
         Raises:
             PoolViolation: if a block is unaccounted for.
         """
-        self.tables.check(self._all())
+        self.memory.check(self._all())
 
     # Leaving
 
@@ -190,7 +190,7 @@ class SequenceStore:
     def _release(self, sequence: Sequence) -> None:
         if sequence.block_table or sequence.finish_reason is not None:
             self._departed.append(sequence)
-        self.tables.release(sequence)
+        self.memory.release(sequence)
 
     def _all(self) -> list[Sequence]:
         return [*self.running, *self.waiting]

@@ -1,4 +1,4 @@
-"""The data of layers with a state: what a sequence, a chunk and a snapshot know of the slots that hold states.
+"""What is found for a sequence, and what a sequence, a chunk and a snapshot know of the slots that hold states.
 
 A layer with a state (a delta net, a state space, a short convolution) keeps, in place of keys and values for every
 token, one state of fixed size. All of a sequence's states are in one *slot*. A slot also has *pending rows*: the inputs
@@ -83,6 +83,27 @@ class Snapshot:
         return is_longer and self.tail[: len(other.tail)] == other.tail
 
 
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """The first tokens of a sequence that are cached, and what it shares if it starts now."""
+
+    entries: list[int] = field(default_factory=list)
+    """The table entries of their full blocks, those of the same tokens side by side."""
+    num_tokens: int = 0
+    snapshot: Snapshot | None = None
+    """The state after them, where layers have one."""
+    partial: ListLike[int] = ()
+    """The entries of the block that they end in, if they do not end with a block; the sequence gets a copy of it."""
+    num_known: int = 0
+    """The full blocks that are cached, whether there is a state after them or not."""
+    key: tuple[object, int, int] = (None, 0, 0)
+    """The prefix index, its generation, and the most tokens that could be found."""
+    num_ready: int = 0
+    """The entries that take no free block when the sequence starts: those of blocks in use, and those that are 0."""
+    counted_at: int = -1
+    """The generation of the pool at which these were counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateUse:
     """The use of a model's state slots."""
@@ -117,6 +138,4 @@ class SequenceState:
     last: Snapshot | None = None
     """The deepest snapshot in its chain."""
     is_torn: bool = False
-    """Whether blocks of it are to be copied by a step that has not come back."""
-    is_lost: bool = False
-    """Whether nobody knows what its slot holds."""
+    """Whether its slot or its blocks may not hold what they should: a step that writes or copies them is not done."""

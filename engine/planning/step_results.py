@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import (
     NO_LIMIT,
     Branch,
@@ -72,27 +72,27 @@ class StepResults(SequenceStore):
     def __init__(
         self,
         queue: RequestQueue,
-        tables: BlockTables,
+        memory: SequenceMemory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
     ) -> None:
-        super().__init__(queue, tables)
+        super().__init__(queue, memory)
         self.sink = sink
         self.limits = limits
         self.drafting = drafting
-        self.max_len = min(limits.max_model_len, tables.max_tokens)
+        self.max_len = min(limits.max_model_len, memory.max_tokens)
         self._step_limit = StepLimit(limits.max_batch_tokens)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
-        tables = self.tables
-        tables.end_step(plan.number)
+        memory = self.memory
+        memory.end_step(plan.number)
         self._step_limit.note_fitted()
         if (use := result.experts) is not None:
             touched, layers = self.experts
             self.experts = ExpertSums(touched + use.num_touched, layers + use.num_layers)
-        confirm, outputs = tables.commit, list[Output]()
+        confirm, outputs = memory.commit, list[Output]()
         work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
         has_more = bool(result.scored or result.pooled)
@@ -106,7 +106,7 @@ class StepResults(SequenceStore):
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
             if brought is not None and not brought.is_finite:
-                tables.distrust(sequence)
+                memory.distrust(sequence)
             elif not chunk.is_stale:
                 confirm(sequence, start + num_tokens - len(chunk.drafts))
             num_prompt = num_output = 0
@@ -129,7 +129,7 @@ class StepResults(SequenceStore):
 
     def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
         """Ends the sequences of a step that brought no result; called in place of `commit`."""
-        self.tables.end_step(plan.number, has_failed=True)
+        self.memory.end_step(plan.number, has_failed=True)
         outputs = self.fail([chunk.sequence for chunk in plan.chunks], error, now)
         self._preempt_torn(plan)
         return outputs
@@ -225,7 +225,7 @@ class StepResults(SequenceStore):
         sequence = chunk.sequence
         if not chunk.is_stale:
             sequence.num_computed = chunk.start + num_brought
-            self.tables.commit(sequence, sequence.num_computed)
+            self.memory.commit(sequence, sequence.num_computed)
         chunk.num_accepted = num_brought - 1
         sequence.timings.note_drafts(chunk.proposer, len(chunk.drafts), chunk.num_accepted, now)
 
@@ -240,7 +240,7 @@ class StepResults(SequenceStore):
         """Starts another choice of a request, which shares blocks with its parent; without a seat, it waits."""
         child = self._choice_after(parent, index)
         # Nothing is left to share of a parent that gave way while this step was in flight.
-        if self._has_seat() and self.tables.fork(parent, child):
+        if self._has_seat() and self.memory.fork(parent, child):
             self.running.append(child)
         else:
             self._enqueue_waiting(child)
@@ -297,7 +297,7 @@ class StepResults(SequenceStore):
             return self._conclude(beams, now)
         last = dict(heirs)
         for parent, heir in heirs:
-            (self.tables.hand_over if last[parent] is heir else self.tables.fork)(parent, heir)
+            (self.memory.hand_over if last[parent] is heir else self.memory.fork)(parent, heir)
         for member in before:
             self._replace(member)
         self.running += beams.members

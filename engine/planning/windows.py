@@ -1,4 +1,4 @@
-"""The number of blocks that a sequence holds if some or all of its block tables have a sliding window."""
+"""The groups of layers with keys and values: full ones, and those with a sliding window; which blocks each keeps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from penstock.engine.planning.request import NO_LIMIT
 
 
+def most_tokens_of_forks(num_blocks: int, block_size: int, num_prompt: int, num_forks: int) -> int:
+    """The tokens that forks of a prompt, which share its full blocks, can have each while all are in so many blocks."""
+    num_shared = num_prompt // block_size
+    return (num_shared + (num_blocks - num_shared) // num_forks) * block_size
+
+
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The block tables of every sequence, by what a token sees of them.
+    """The block tables of every sequence, one for each group of layers, by what a token sees of them.
 
-    Layers that see equally much share a table, or several tables if they are many: a block holds the keys and values of
-    one table's layers. So a table with a window gives back the blocks behind it, while others keep all of theirs.
+    Layers that see equally much are a group, or several groups if they are many: a block holds the keys and values of
+    one group's layers. So a table with a window gives back the blocks behind it, while others keep all of theirs.
     """
 
     sizes: tuple[int, ...]
@@ -31,6 +37,11 @@ class Windows:
     def num_unbounded(self) -> int:
         """The tables that keep all of a sequence."""
         return self.sizes.count(0)
+
+    @property
+    def num_seen(self) -> list[int]:
+        """The blocks of a window by table; 0 if it has none."""
+        return [-(-size // self.block_size) for size in self.sizes]
 
     def max_chunk(self, num_blocks: int) -> int:
         """Tokens of the largest chunk that fits into so many blocks together with the windows before it; NO_LIMIT if
@@ -59,6 +70,31 @@ class Windows:
         if self.num_unbounded:
             return self.most_tokens(num_blocks, chunk)
         return num_blocks // self.num_tables * self.block_size
+
+    def ends_at_start(self, num_known: int, num_found: int, chunk: int) -> list[int]:
+        """The number of entries, from the first on, that each table has when a sequence starts.
+
+        With a window, a table has what the window and the largest chunk need: it never needs more at a time.
+        """
+        return [
+            -(-(min(num_known, max(num_found, size) + chunk) if size else num_known) // self.block_size)
+            for size in self.sizes
+        ]
+
+    def behind(self, table: list[int], num_computed: int, num_committed: int) -> list[int]:
+        """The entries, not given back yet, of blocks with committed tokens that no token from `num_computed` on sees.
+
+        One token more than a window has is kept: a fork starts one token before its parent.
+        """
+        entries = list[int]()
+        for number, size in enumerate(self.sizes):
+            if size:
+                num_behind = min(num_computed - size, num_committed) // self.block_size
+                i = (num_behind - 1) * self.num_tables + number
+                while i >= 0 and table[i]:
+                    entries.append(i)
+                    i -= self.num_tables
+        return entries[::-1]
 
     def _most_held(self, chunk: int) -> list[int]:
         """The blocks that each table with a window needs for it and a chunk, which may begin anywhere in a block."""

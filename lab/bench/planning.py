@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.app.bench.statistics import percentile
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Plan, Sampled, StepResult
@@ -50,12 +50,12 @@ def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str
 
 def _running_scheduler(num_sequences: int, num_steps: int, seats: Seats) -> Scheduler:
     length = _PROMPT_TOKENS + num_steps + 8
-    tables = BlockTables((length // _BLOCK_SIZE + 2) * num_sequences + 1, _BLOCK_SIZE)
+    memory = SequenceMemory((length // _BLOCK_SIZE + 2) * num_sequences + 1, _BLOCK_SIZE)
     limits = SchedulerLimits(
         max_batch_tokens=_PROMPT_TOKENS * num_sequences, max_num_seqs=num_sequences, max_model_len=length
     )
     queue = LaneQueue(threading.Lock())
-    scheduler = Scheduler(queue, tables, NoText(), limits)
+    scheduler = Scheduler(queue, memory, NoText(), limits)
     for i in range(num_sequences):
         prompt = tuple(range(i * _PROMPT_TOKENS, (i + 1) * _PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0)

@@ -13,9 +13,9 @@ from lab.bench.planning import NoText
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.launching import launch_fitting
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.chunks import set_drafts
 from penstock.engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import OPEN, Plan, StepInFlight
@@ -75,7 +75,9 @@ class Stepper:
             max_num_seqs=len(requests),
             max_model_len=facts.max_model_len,
         )
-        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
+        return Scheduler(
+            queue, SequenceMemory(facts.num_blocks, facts.block_size), NoText(), limits, drafting
+        )
 
 
 class Always(Drafting):
@@ -89,7 +91,7 @@ class Always(Drafting):
     def is_due(self) -> bool:
         return True
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
+    def extend(self, plan: Plan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
         lengths = [
             min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
@@ -97,7 +99,7 @@ class Always(Drafting):
         if max(lengths, default=0) <= 0:
             return
         for chunk, length in zip(chunks, lengths, strict=True):
-            plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
+            plan.copies += memory.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
         name, found = DRAFT_MODEL, [[OPEN] * max(0, length) for length in lengths]
         if self.proposer is not None:
             name, found = self.proposer.name, self.proposer.propose([c.sequence for c in chunks], lengths)

@@ -288,7 +288,7 @@ class _Replica:
 
     def _load(self) -> Load:
         assert isinstance(self._queue, LaneQueue)
-        num_free = self._server.tables.pool.num_free
+        num_free = self._server.memory.pool.num_free
         return self._queue.load(self._server.now, num_free_kv=num_free * BLOCK_SIZE)
 
 
@@ -404,12 +404,11 @@ def _changes(log: PrefixLog) -> tuple[list[bytes], list[bytes]]:
 
 def _adopt(server: Server, request: Request) -> None:
     """Makes the KV of a prompt resident that was computed elsewhere, as far as there is room for it."""
-    tables, sequence = server.tables, Sequence(request)
-    prefix = tables.find_prefix(sequence)
-    if tables.num_free_needed(sequence, prefix) <= tables.pool.num_free:
-        tables.start(sequence, prefix)
-        tables.commit(sequence, len(request.prompt_token_ids))
-        tables.release(sequence)
+    memory, sequence = server.memory, Sequence(request)
+    if memory.num_free_needed(sequence) <= memory.pool.num_free:
+        memory.start(sequence)
+        memory.commit(sequence, len(request.prompt_token_ids))
+        memory.release(sequence)
 
 
 def _append(served: Served, leg: Served) -> None:

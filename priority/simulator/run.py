@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Protocol
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
@@ -164,11 +164,11 @@ class Server(TokenSink):
         self.on_end = on_end
         self.model = StepTimeModel(machine.coefficients, learns=False)
         self._slowness = slowness
-        self.tables = BlockTables(
+        self.memory = SequenceMemory(
             machine.num_kv_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, prefix_cache=prefix_cache, log=log
         )
         self.limits = _limits(machine, lanes if result.policy == "penstock" else {})
-        self.scheduler = Scheduler(queue, self.tables, self, self.limits)
+        self.scheduler = Scheduler(queue, self.memory, self, self.limits)
         self.patient = [lane for lane in Lane if not isfinite(lanes[lane].tpot_s)]
         self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
         self.now = 0.0
@@ -186,7 +186,7 @@ class Server(TokenSink):
             Refusal: it is not let in.
         """
         arrival = served.arrival
-        if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
+        if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.memory.max_tokens):
             raise Refusal("too_long", "more tokens than the machine holds", 0.0)
         # On the server the event loop decides when it comes, not when the step has ended.
         forecast = None
@@ -195,7 +195,7 @@ class Server(TokenSink):
         elif insists:
             self.queue.readmit(request, arrival.at_s)
         else:
-            cached = self.tables.find_cached(request.block_hashes)
+            cached = self.memory.find_cached(request.block_hashes)
             [request], forecast = self.queue.put_all([request], arrival.at_s, [cached])
             served.lane = Lane(request.lane)
         served.predicted_s = forecast.seconds if forecast else None
@@ -301,7 +301,7 @@ class Server(TokenSink):
             self.queue.depths().values()
         ):
             return 0
-        return max(0, self.tables.pool.num_free // len(running) - 1) * BLOCK_SIZE
+        return max(0, self.memory.pool.num_free // len(running) - 1) * BLOCK_SIZE
 
     def _most_s(self, running: list[Sequence]) -> float:
         """In steps of up to this, the queue lets all streams decode."""
@@ -312,7 +312,7 @@ class Server(TokenSink):
         self._extend(ending, run.num_steps - 1, run)
         plan = Plan()
         for sequence in ending:
-            self.tables.grow(sequence, sequence.num_computed + 1)
+            self.memory.grow(sequence, sequence.num_computed + 1)
             plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True, sequence.num_preemptions))
             sequence.num_computed += 1
             sequence.num_pending += 1
@@ -332,10 +332,10 @@ class Server(TokenSink):
         if not num_tokens:
             return
         for sequence in sequences:
-            self.tables.grow(sequence, sequence.num_computed + num_tokens)
+            self.memory.grow(sequence, sequence.num_computed + num_tokens)
             sequence.num_computed += num_tokens
             sequence.token_ids += _TOKEN * num_tokens
-            self.tables.commit(sequence, sequence.num_computed)
+            self.memory.commit(sequence, sequence.num_computed)
             served = self.open[sequence.request.request_id]
             first_gap_s = run.first_ended_s - served.last_token_s
             served.longest_gap_s = max(served.longest_gap_s, first_gap_s, run.longest_s)
@@ -367,8 +367,8 @@ class Server(TokenSink):
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
-                num_free_tokens=self.tables.num_free_tokens,
-                num_kv_tokens=self.tables.num_kv_tokens,
+                num_free_tokens=self.memory.num_free_tokens,
+                num_kv_tokens=self.memory.num_kv_tokens,
                 preempted=self.scheduler.preempted,
             )
         )

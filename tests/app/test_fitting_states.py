@@ -16,8 +16,8 @@ from penstock.engine.errors import NotEnoughMemory
 from penstock.engine.execution import loader, memory
 from penstock.engine.execution.memory import Budget
 from penstock.engine.model.parse import read_config
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import NO_LIMIT
-from penstock.engine.planning.state_tables import StateTables
 from penstock.engine.sizes import GIB
 from tests.engine.families import STATES
 from tests.engine.predictions import make_predicting, without_tensors
@@ -41,7 +41,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_more_sequences_run_than_there_are_states_for(folder: Path, kv_bytes: int) -> None:
     options = LoadOptions(device="cpu", kv_bytes=kv_bytes)
     sizes = estimate(read_config(folder), options, Budget(64 * GIB, 0.25))
-    tables = StateTables(sizes.plan.num_blocks, 16, num_states=sizes.plan.num_states)
+    tables = SequenceMemory(sizes.plan.num_blocks, 16, num_states=sizes.plan.num_states)
     assert sizes.num_streams(1) == min(256, tables.max_running)
     assert (sizes.num_streams(1) == 256) == (kv_bytes == NO_LIMIT)
 

@@ -18,7 +18,7 @@ from penstock.engine.planning.grammar import CompiledGrammar
 from penstock.engine.planning.grammars import Grammars
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.step import Plan, Runner, StepResult
 from penstock.priority.queue import LaneQueue
 
@@ -105,7 +105,7 @@ class Driver:
             num_blocks=num_blocks or self.facts.num_blocks,
             num_states=num_states or self.facts.num_states,
         )
-        self.tables = make_tables(facts, prefix_cache=prefix_cache, log=None)
+        self.tables = make_memory(facts, prefix_cache=prefix_cache, log=None)
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget,
             max_num_seqs=min(self.max_num_seqs, self.tables.max_running),

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.guesses import Guess
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import TokenSink
@@ -310,7 +310,7 @@ class UnpricedDrafting(Drafting):
     def is_due(self) -> bool:
         return self._random.random() < 0.8
 
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: Plan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         self._pace(sum(chunk.samples for chunk in plan.chunks)).begin_paying()
         super().extend(plan, tables, num_tokens, most_s)
 

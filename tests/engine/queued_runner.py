@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.states import ChunkState
 from penstock.engine.planning.step import Chunk, OutOfMemory, Plan, Sampled, StepResult
@@ -98,7 +98,7 @@ class QueuedRunner(FakeRunner):
         self._last: dict[Sequence, tuple[int, int]] = {}
         """The position and the token that each sequence sampled last."""
 
-    def watch(self, tables: BlockTables) -> None:
+    def watch(self, tables: SequenceMemory) -> None:
         """From now on no block may be handed out that a launched step may touch."""
         allocate = tables.pool.allocate
 

@@ -139,7 +139,7 @@ class EngineByTurns:
         self.scheduler = self.engine._scheduler = self.engine._new_scheduler()
         if pace.random() < 0.4:
             self.scheduler.drafting = UnpricedDrafting(FakeProposer(pace, 0.7), 3, pace)
-        self.runner.watch(self.scheduler.tables)
+        self.runner.watch(self.scheduler.memory)
         self.engine._rest = self.rest  # type: ignore[method-assign]
         if self.runner.plain_ahead_s is None:
             self.engine._limit = self.limit  # type: ignore[method-assign]
@@ -187,8 +187,8 @@ class EngineByTurns:
         assert scheduler.is_idle, "it rests while there is work"
         assert not any(self.queue.depths().values()), "it rests while somebody waits"
         assert not self.engine._flights
-        assert scheduler.tables.pool.num_free == scheduler.tables.pool.num_blocks - 1
-        assert scheduler.tables.state_use.num_held == 0
+        assert scheduler.memory.pool.num_free == scheduler.memory.pool.num_blocks - 1
+        assert scheduler.memory.state_use.num_held == 0
         assert not self.runner.seats
         if self.reports:
             last = self.reports[-1]

@@ -10,7 +10,7 @@ from threading import Lock
 from hypothesis import strategies as st
 
 from penstock.engine.launching import launch_fitting
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Plan, StepInFlight
@@ -84,7 +84,7 @@ class Run:
         self.workload = workload
         self.runner = runner or FakeRunner(workload.num_blocks, BLOCK_SIZE)
         self.queue = LaneQueue(Lock())
-        self.tables = BlockTables(workload.num_blocks, BLOCK_SIZE, prefix_cache=workload.prefix_cache)
+        self.tables = SequenceMemory(workload.num_blocks, BLOCK_SIZE, prefix_cache=workload.prefix_cache)
         limits = SchedulerLimits(
             max_batch_tokens=workload.budget,
             max_num_seqs=workload.max_num_seqs,

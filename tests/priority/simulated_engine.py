@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Plan, StepLoad
@@ -167,7 +167,7 @@ class SimulatedEngine:
     ) -> None:
         self.queue = queue
         self.runner = FakeRunner(num_blocks, block_size)
-        self.tables = BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
+        self.tables = SequenceMemory(num_blocks, block_size, prefix_cache=prefix_cache)
         self.limits = SchedulerLimits(
             max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=10_000, kv_shares=kv_shares
         )

@@ -194,9 +194,9 @@ def test_a_lane_starts_requests_only_within_its_part_of_the_memory(
     tables = engine.tables
     start = tables.start
 
-    def checked(sequence: Sequence, prefix: list[int]) -> None:
+    def checked(sequence: Sequence) -> None:
         beside_others = bool(engine.scheduler.running)
-        start(sequence, prefix)
+        start(sequence)
         if beside_others:
             in_use = tables.pool.num_blocks - 1 - tables.pool.num_free
             assert in_use <= shares[sequence.request.lane] * (tables.pool.num_blocks - 1) + 1

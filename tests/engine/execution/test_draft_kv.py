@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.execution.draft_kv import DraftChunk
 from penstock.engine.launching import launch_fitting
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import OPEN, Chunk, Plan
@@ -30,7 +30,7 @@ class DraftModelRun:
     def __init__(self, seed: int, accuracy: float) -> None:
         self.pace = pace = random.Random(seed)
         num_blocks = pace.choice([12, 16, 40])
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=pace.random() < 0.7)
+        self.tables = SequenceMemory(num_blocks, BLOCK_SIZE, prefix_cache=pace.random() < 0.7)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.drafter = self.draft = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy)
         self.drafting = UnpricedDrafting(None, pace.choice([1, 4, 8]), pace, has_model=True)
@@ -102,9 +102,9 @@ def test_what_the_draft_knows_is_what_the_sequences_are(accuracy: float) -> None
     assert (accepted == drafted) == (accuracy == 1.0)
 
 
-def started(tables: BlockTables, name: str, prompt: list[int]) -> Sequence:
+def started(tables: SequenceMemory, name: str, prompt: list[int]) -> Sequence:
     sequence = Sequence(make_request(name, prompt))
-    tables.start(sequence, tables.find_prefix(sequence))
+    tables.start(sequence)
     tables.grow(sequence, len(prompt) + 12)
     tables.commit(sequence, len(prompt) - 1)
     return sequence
@@ -131,14 +131,14 @@ class Recorder(FakeDraftModel):
 
 
 def test_it_catches_up_in_passes_of_bounded_size_and_drafts_when_it_has() -> None:
-    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
+    tables, model = SequenceMemory(40, BLOCK_SIZE), Recorder()
     sequence = started(tables, "r", list(range(40)))
     assert [len(model.draft_for(sequence, 3)) for _ in range(3)] == [0, 0, 3]
     assert model.spans == [(0, 16), (16, 32), (32, 40)]
 
 
 def test_right_drafts_and_blocks_that_others_filled_are_not_read_again() -> None:
-    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
+    tables, model = SequenceMemory(40, BLOCK_SIZE), Recorder()
     first = started(tables, "r", list(range(11)))
     drafts = model.draft_for(first, 4)
     first.token_ids += [*drafts[:2], 49]
@@ -153,7 +153,7 @@ def test_right_drafts_and_blocks_that_others_filled_are_not_read_again() -> None
 
 
 def test_who_wants_most_drafts_comes_first_and_who_gets_none_last() -> None:
-    tables, model = BlockTables(40, BLOCK_SIZE), Recorder()
+    tables, model = SequenceMemory(40, BLOCK_SIZE), Recorder()
     few, many, late = (started(tables, name, [i] * 7) for i, name in enumerate("abc"))
     late.token_ids += [9] * 3
     chunks = model.kv.begin({few: 1, many: 3, late: 4})

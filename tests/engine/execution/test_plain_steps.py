@@ -15,7 +15,7 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.kernels.cpu.native import NativeStep
 from penstock.engine.planning.chunks import is_plain
 from penstock.engine.planning.drafting import Drafting
-from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.step import Plan, StepInFlight
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
@@ -48,7 +48,7 @@ class PlainDriver(StepDriver):
         facts = runner.load()
         if not whole:
             runner.steps.plain = None
-        tables = make_tables(facts, prefix_cache=True, log=None)
+        tables = make_memory(facts, prefix_cache=True, log=None)
         super().__init__(runner, budget=budget, tables=tables, drafting=drafting)
         self.beside = beside
         self.kinds: list[str] = []

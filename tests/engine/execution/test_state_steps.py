@@ -18,7 +18,7 @@ from penstock.engine.execution.state_slots import MOST_SAVES, StateBuffers
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.states import ChunkState, Save
 from penstock.engine.planning.step import Chunk
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def driver_of(runner: ModelRunner, **how: object) -> StepDriver:
-    tables = make_tables(facts_of(runner.model), prefix_cache=True, log=None)
+    tables = make_memory(facts_of(runner.model), prefix_cache=True, log=None)
     return StepDriver(runner, tables=tables, **how)  # type: ignore[arg-type]
 
 

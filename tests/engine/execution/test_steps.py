@@ -25,8 +25,8 @@ from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.launching import launch_fitting
 from penstock.engine.model.transformer import ForwardPass
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
@@ -114,12 +114,12 @@ class StepDriver:
         block_size: int = 16,
         drafting: Drafting | None = None,
         prefix_cache: bool = True,
-        tables: BlockTables | None = None,
+        tables: SequenceMemory | None = None,
     ) -> None:
         self.runner = runner
         self.num_ahead = num_ahead
         self.queue = LaneQueue(Lock())
-        self.tables = tables = tables or BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
+        self.tables = tables = tables or SequenceMemory(num_blocks, block_size, prefix_cache=prefix_cache)
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting, Proposer
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import _MOST_BEHIND, Pace
 from penstock.engine.planning.price import value
 from penstock.engine.planning.request import DraftCount, FinishReason, Sequence
@@ -46,7 +46,7 @@ class EchoModel:
         self.asked: list[int] = []
         """For how many sequences, each time."""
 
-    def extend(self, drafting: Drafting, plan: Plan, tables: BlockTables) -> None:
+    def extend(self, drafting: Drafting, plan: Plan, tables: SequenceMemory) -> None:
         """Adds drafts to a plan, its own included."""
         drafting.extend(plan, tables, 100)
         chunks = [chunk for chunk in plan.chunks if chunk.is_open]
@@ -59,11 +59,11 @@ class EchoModel:
         return self.pass_s * (1 + length) * (1 + num / 32)
 
 
-def running(tables: BlockTables, num: int, max_tokens: int = 100) -> list[Sequence]:
+def running(tables: SequenceMemory, num: int, max_tokens: int = 100) -> list[Sequence]:
     found = []
     for i in range(num):
         sequence = Sequence(make_request(f"r{i}", [1, 2, 3], max_tokens=max_tokens))
-        tables.start(sequence, [])
+        tables.start(sequence)
         sequence.token_ids.append(4)
         sequence.num_computed = sequence.num_committed = 3
         found.append(sequence)
@@ -101,7 +101,7 @@ def drafting_at(
 
 def test_what_is_free_is_taken_and_what_costs_is_left() -> None:
     for cost, expected in (((1.0, 0.0), [8]), ((0.0, 1.0), [0])):
-        tables = BlockTables(64, 4)
+        tables = SequenceMemory(64, 4)
         plan = step_of(running(tables, 1))
         drafting_at(*cost).extend(plan, tables, 100)
         assert counts(plan) == expected
@@ -121,7 +121,7 @@ def test_with_experts_every_draft_is_priced_by_those_that_it_adds(num_streams: i
 
     found = []
     for has_experts in (True, False):
-        tables = BlockTables(512, 4)
+        tables = SequenceMemory(512, 4)
         plan = step_of(running(tables, num_streams))
         drafting = drafting_always(Echo(), 8)
         drafting._step_seconds = lambda _, num_decode, *__: seconds(num_decode)
@@ -134,7 +134,7 @@ def test_with_experts_every_draft_is_priced_by_those_that_it_adds(num_streams: i
 
 
 def test_drafts_go_where_they_are_likeliest_to_be_right() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     good, bad = running(tables, 2, max_tokens=1000)
     drafting = drafting_at(0.8, 0.1)
     for _ in range(20):
@@ -147,7 +147,7 @@ def test_drafts_go_where_they_are_likeliest_to_be_right() -> None:
 
 
 def test_drafts_are_counted_by_who_proposed_them() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     (sequence,) = running(tables, 1)
     for proposer, num_brought in (("lookup", 9), ("draft", 1), ("lookup", 3)):
         sequence.timings.note_drafts(proposer, 8, num_brought - 1, 1.0)
@@ -163,7 +163,7 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
 
 def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -> None:
     """The first three are always right, the fourth never: less than three would be a waste, and more, too."""
-    tables = BlockTables(4096, 4)
+    tables = SequenceMemory(4096, 4)
     (sequence,) = running(tables, 1, max_tokens=8000)
     drafting = drafting_at(*COST)
     for _ in range(400):
@@ -177,7 +177,7 @@ def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -
 def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
     """A trial there would not be measured."""
     for pays, expected in ((False, [0, 0]), (True, [8, 0])):
-        tables = BlockTables(64, 4)
+        tables = SequenceMemory(64, 4)
         decode, prompt = running(tables, 2)
         plan = step_of([decode])
         plan.chunks.append(Chunk(prompt, 0, 3, samples=False))
@@ -191,7 +191,7 @@ def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
 
 
 def test_rows_are_bounded_as_tokens_are() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     drafting = drafting_at(1.0, 0.0)
     drafting._max_rows = 7
     plan = step_of(running(tables, 3))
@@ -200,7 +200,7 @@ def test_rows_are_bounded_as_tokens_are() -> None:
 
 
 def test_nothing_follows_a_token_that_the_host_does_not_know() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     sequences = running(tables, 2)
     plan = step_of(sequences)
     sequences[1].num_pending = 2
@@ -211,7 +211,7 @@ def test_nothing_follows_a_token_that_the_host_does_not_know() -> None:
 
 
 def test_a_step_counts_in_the_turn_that_it_was_planned_in_and_in_no_other() -> None:
-    tables, drafting = BlockTables(64, 4), Drafting(Echo(), 3)
+    tables, drafting = SequenceMemory(64, 4), Drafting(Echo(), 3)
     sequences, pace = running(tables, 1), drafting._pace(1)
     before, after = step_of(sequences), step_of(sequences)
     drafting.extend(before, tables, 100)
@@ -225,7 +225,7 @@ def test_a_step_counts_in_the_turn_that_it_was_planned_in_and_in_no_other() -> N
 
 def test_a_trial_waits_for_a_proposer_that_is_behind_and_not_for_ever() -> None:
     for num_behind in (0, 40, _MOST_BEHIND, 10 * _MOST_BEHIND):
-        tables, lookup = BlockTables(4096, 4), Echo()
+        tables, lookup = SequenceMemory(4096, 4), Echo()
         drafting, pace = Drafting(lookup, 8), Pace()
         drafting._paces[1] = pace
         (sequence,) = running(tables, 1, max_tokens=10_000)
@@ -240,18 +240,18 @@ def test_a_trial_waits_for_a_proposer_that_is_behind_and_not_for_ever() -> None:
 
 @pytest.mark.parametrize("room", [1, 3, 8, 20])
 def test_a_step_never_has_more_tokens_than_it_may(room: int) -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     plan = step_of(running(tables, 3))
     drafting_at(1.0, 0.0).extend(plan, tables, 3 + room)
     assert plan.num_tokens == min(3 + room, 27)
 
 
 def test_nobody_gets_more_drafts_than_tokens_are_wanted_or_blocks_are_free() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     plan = step_of(running(tables, 1, max_tokens=4))
     drafting_at(1.0, 0.0).extend(plan, tables, 100)
     assert counts(plan) == [2], "3 are left, and the last is sampled after the last draft"
-    small = BlockTables(2, 4)
+    small = SequenceMemory(2, 4)
     plan = step_of(running(small, 1))
     drafting_at(1.0, 0.0).extend(plan, small, 100)
     assert counts(plan) == [0]
@@ -259,7 +259,7 @@ def test_nobody_gets_more_drafts_than_tokens_are_wanted_or_blocks_are_free() -> 
 
 
 def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() -> None:
-    tables = BlockTables(4096, 4)
+    tables = SequenceMemory(4096, 4)
     (sequence,) = running(tables, 1, max_tokens=4000)
     drafting = drafting_at(*COST)
     num_drafts = []
@@ -273,7 +273,7 @@ def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() 
 
 
 def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> None:
-    tables = BlockTables(4096, 4)
+    tables = SequenceMemory(4096, 4)
     sequences = running(tables, 4, max_tokens=4000)
     model = EchoModel(0.05)
     drafting = drafting_at(*COST, model=model)
@@ -292,7 +292,7 @@ def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> 
 
 
 def test_the_better_proposer_drafts() -> None:
-    tables = BlockTables(4096, 4)
+    tables = SequenceMemory(4096, 4)
     repeating, writing = running(tables, 2, max_tokens=4000)
     lookup, model = Echo("lookup"), EchoModel(0.05)
     model.known = {repeating: 3, writing: 2}
@@ -309,7 +309,7 @@ def test_the_better_proposer_drafts() -> None:
 
 def test_a_model_that_costs_more_than_it_brings_is_not_asked() -> None:
     for pass_s, is_asked in ((0.05, True), (2.0, False)):
-        tables = BlockTables(64, 4)
+        tables = SequenceMemory(64, 4)
         model = EchoModel(pass_s)
         plan = step_of(running(tables, 1))
         model.extend(drafting_at(*COST, model=model), plan, tables)
@@ -317,7 +317,7 @@ def test_a_model_that_costs_more_than_it_brings_is_not_asked() -> None:
 
 
 def test_drafts_are_open_until_the_model_has_made_them_and_places_that_it_leaves_go() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     sequences, model = running(tables, 3), EchoModel(0.05)
     drafting, plan = drafting_at(*COST, model=model), step_of(sequences)
     drafting.extend(plan, tables, 100)
@@ -333,7 +333,7 @@ def test_drafts_are_open_until_the_model_has_made_them_and_places_that_it_leaves
 
 
 def test_a_model_that_fails_takes_its_drafts_away_and_rests() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     sequences, model = running(tables, 2), EchoModel(0.05)
     drafting, plan = drafting_at(*COST, model=model), step_of(sequences)
     drafting.extend(plan, tables, 100)
@@ -350,7 +350,7 @@ def test_a_model_that_fails_takes_its_drafts_away_and_rests() -> None:
 
 def test_what_the_model_has_to_catch_up_counts_in_what_drafting_takes() -> None:
     """A pass takes 1 s and 0.1 s for each token; five drafts and what the host does are six passes."""
-    tables, drafting = BlockTables(256, 4), Drafting(None, 8, has_model=True)
+    tables, drafting = SequenceMemory(256, 4), Drafting(None, 8, has_model=True)
     drafting._step_seconds = lambda prefill, decode, *_: 10.0 + 1.0 * (prefill + decode)
     late, known = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
     chunks = {s: Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in (late, known)}
@@ -376,7 +376,7 @@ def test_what_the_model_has_to_catch_up_counts_in_what_drafting_takes() -> None:
 
 
 def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     sequences = running(tables, 2)
     drafting = drafting_at(1.0, 0.0)
     (proposer,) = drafting._proposers
@@ -406,7 +406,7 @@ def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCapt
 
 
 def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     (sequence,) = running(tables, 1)
     drafting = drafting_at(1.0, 0.0)
     (proposer,) = drafting._proposers
@@ -421,7 +421,7 @@ def test_a_proposer_that_rests_forgets_who_ended(monkeypatch: pytest.MonkeyPatch
 
 
 def test_who_ended_is_forgotten_and_who_gave_way_is_not() -> None:
-    tables = BlockTables(64, 4)
+    tables = SequenceMemory(64, 4)
     ended, waiting = running(tables, 2)
     drafting = drafting_at(1.0, 0.0)
     drafting.extend(step_of([ended, waiting]), tables, 100)

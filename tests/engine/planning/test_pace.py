@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import _PAIRS, _SHORTEST_REST, Pace
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Chunk, Plan
@@ -87,13 +87,13 @@ class Machine:
     def __post_init__(self) -> None:
         self.model = StepTimeModel()
         self.drafting = Drafting(Guesser(), 8, step_seconds=self._expected_s)
-        self.tables = BlockTables(64 * self.num_streams, 16)
+        self.tables = SequenceMemory(64 * self.num_streams, 16)
         self.random = Random(self.noise.random.random())
         self.streams = [self._stream(i) for i in range(self.num_streams)]
 
     def _stream(self, number: int) -> Sequence:
         sequence = Sequence(make_request(f"r{number}", [1, 2, 3], max_tokens=1 << 20))
-        self.tables.start(sequence, [])
+        self.tables.start(sequence)
         sequence.token_ids.append(4)
         return sequence
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.blocks import BlockPool, PoolViolation
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
 from tests.engine.fake_runner import make_request
 from tests.few import examples
@@ -109,16 +109,16 @@ def test_check_finds_a_free_list_that_lost_a_block() -> None:
 # Copy-on-write
 
 
-def running(tables: BlockTables, num_prompt: int, n: int = 1) -> Sequence:
+def running(tables: SequenceMemory, num_prompt: int, n: int = 1) -> Sequence:
     """A sequence whose prompt is computed, and which knows its first output token."""
     sequence = Sequence(make_request("r", list(range(num_prompt)), n=n))
-    tables.start(sequence, tables.find_prefix(sequence))
+    tables.start(sequence)
     sequence.num_computed = num_prompt
     tables.commit(sequence, num_prompt)
     return sequence
 
 
-def family(tables: BlockTables, num_prompt: int, num_children: int) -> list[Sequence]:
+def family(tables: SequenceMemory, num_prompt: int, num_children: int) -> list[Sequence]:
     parent = running(tables, num_prompt, n=num_children + 1)
     children = [Sequence(parent.request, 1 + i) for i in range(num_children)]
     for child in children:
@@ -130,7 +130,7 @@ def family(tables: BlockTables, num_prompt: int, num_children: int) -> list[Sequ
 @modest
 @given(st.integers(1, 13), st.integers(0, 4))
 def test_a_fork_holds_every_block_of_the_prompt_once_more(num_prompt: int, num_children: int) -> None:
-    tables = BlockTables(9, BLOCK_SIZE)
+    tables = SequenceMemory(9, BLOCK_SIZE)
     everybody = family(tables, num_prompt, num_children)
     blocks = tables.blocks_for(num_prompt)
     assert tables.pool.num_free == 8 - blocks
@@ -146,7 +146,7 @@ def test_a_fork_holds_every_block_of_the_prompt_once_more(num_prompt: int, num_c
 def test_the_last_to_write_keeps_the_shared_block_and_the_others_copy_it(
     num_prompt: int, num_children: int, data: st.DataObject
 ) -> None:
-    tables = BlockTables(40, BLOCK_SIZE)
+    tables = SequenceMemory(40, BLOCK_SIZE)
     everybody = family(tables, num_prompt, num_children)
     shared = everybody[0].block_table[-1]
     copied = []
@@ -166,7 +166,7 @@ def test_the_last_to_write_keeps_the_shared_block_and_the_others_copy_it(
 @modest
 @given(st.integers(1, 13), st.integers(1, 4), st.data())
 def test_a_family_can_end_in_any_order(num_prompt: int, num_children: int, data: st.DataObject) -> None:
-    tables = BlockTables(40, BLOCK_SIZE)
+    tables = SequenceMemory(40, BLOCK_SIZE)
     alive = family(tables, num_prompt, num_children)
     for sequence in data.draw(st.permutations(alive)):
         if data.draw(st.booleans()):
@@ -178,7 +178,7 @@ def test_a_family_can_end_in_any_order(num_prompt: int, num_children: int, data:
 
 
 def test_a_copy_that_finds_no_block_changes_nothing() -> None:
-    tables = BlockTables(4, BLOCK_SIZE)
+    tables = SequenceMemory(4, BLOCK_SIZE)
     parent, child = family(tables, 10, 1)
     before = (list(parent.block_table), list(child.block_table), list(tables.pool.free_blocks()))
     assert tables.grow(child, 10) is None
@@ -190,11 +190,11 @@ def test_a_copy_that_finds_no_block_changes_nothing() -> None:
 
 def test_a_copied_block_is_not_what_the_index_finds() -> None:
     """The last block of a prompt of whole blocks is shared and full: the child's copy of it is a second one."""
-    tables = BlockTables(20, BLOCK_SIZE)
+    tables = SequenceMemory(20, BLOCK_SIZE)
     parent, child = family(tables, 8, 1)
     tables.grow(child, 8)
     tables.commit(child, 8)
-    found = tables.find_prefix(Sequence(make_request("x", [*range(8), 1])))
+    found = tables.find_prefix(Sequence(make_request("x", [*range(8), 1]))).entries
     assert found == parent.block_table[:2]
     assert child.block_table[1] not in found
     tables.release(parent)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_index import extend_hashes, with_hashes
 from penstock.engine.planning.request import FinishReason, Request, Sequence
 from tests.engine.fake_runner import expected_output, make_request
@@ -126,12 +126,12 @@ class Library:
     """Prompts of whole blocks, computed and released by hand in a pool that they fill."""
 
     def __init__(self, lengths: list[int]) -> None:
-        self.tables = BlockTables(1 + sum(lengths), BLOCK_SIZE)
+        self.tables = SequenceMemory(1 + sum(lengths), BLOCK_SIZE)
         self.prompts = [[100 * i + k for k in range(n * BLOCK_SIZE)] for i, n in enumerate(lengths)]
 
     def compute(self, i: int) -> Sequence:
         sequence = Sequence(make_request(f"p{i}", self.prompts[i]))
-        self.tables.start(sequence, self.tables.find_prefix(sequence))
+        self.tables.start(sequence)
         sequence.num_computed = len(self.prompts[i])
         self.tables.commit(sequence, sequence.num_computed)
         return sequence
@@ -139,7 +139,7 @@ class Library:
     def num_found(self, i: int) -> int:
         """Blocks of a prompt that a longer one would find."""
         longer = Sequence(make_request("x", [*self.prompts[i], 1]))
-        return len(self.tables.find_prefix(longer))
+        return len(self.tables.find_prefix(longer).entries)
 
 
 @modest
@@ -155,7 +155,7 @@ def test_what_was_used_longest_ago_goes_first_and_of_that_its_end(
     left = list(lengths)
     for number in range(data.draw(st.integers(0, sum(lengths)))):
         fresh = Sequence(make_request(f"f{number}", [9_000 + number]))
-        library.tables.start(fresh, [])
+        library.tables.start(fresh)
         oldest = next(i for i in order if left[i])
         left[oldest] -= 1
         assert [library.num_found(i) for i in range(len(lengths))] == left
@@ -166,10 +166,10 @@ def test_a_hit_makes_what_was_hit_the_last_to_go() -> None:
     for sequence in [library.compute(i) for i in (0, 1)]:
         library.tables.release(sequence)
     again = Sequence(make_request("again", [*library.prompts[0], 1]))
-    library.tables.start(again, library.tables.find_prefix(again))
+    library.tables.start(again)
     library.tables.release(again)
     for number in range(3):
-        library.tables.start(Sequence(make_request(f"f{number}", [9_000 + number])), [])
+        library.tables.start(Sequence(make_request(f"f{number}", [9_000 + number])))
     assert [library.num_found(i) for i in (0, 1)] == [2, 0]
 
 
@@ -181,11 +181,10 @@ def test_what_somebody_holds_is_not_given_up(lengths: list[int]) -> None:
     for i in range(1, len(lengths)):
         library.tables.release(library.compute(i))
     while library.tables.pool.num_free:
-        library.tables.start(Sequence(make_request("f", [9_000 + library.tables.pool.num_free])), [])
+        library.tables.start(Sequence(make_request("f", [9_000 + library.tables.pool.num_free])))
     assert [library.num_found(i) for i in range(len(lengths))] == [lengths[0]] + [0] * (len(lengths) - 1)
-    assert held.block_table == library.tables.find_prefix(
-        Sequence(make_request("x", [*library.prompts[0], 1]))
-    )
+    again = Sequence(make_request("x", [*library.prompts[0], 1]))
+    assert held.block_table == library.tables.find_prefix(again).entries
 
 
 tries = st.lists(
@@ -287,9 +286,9 @@ def test_a_prompt_that_was_hashed_before_is_not_hashed_again(monkeypatch: pytest
     monkeypatch.setattr(
         "penstock.engine.planning.prefix_index.blake2b", None
     )  # hashing a block fails from now on
-    tables, sequence = BlockTables(20, BLOCK_SIZE), Sequence(hashed)
+    tables, sequence = SequenceMemory(20, BLOCK_SIZE), Sequence(hashed)
     assert tables.find_cached(hashed.block_hashes) == (0, 0)
-    tables.start(sequence, tables.find_prefix(sequence))
+    tables.start(sequence)
     tables.commit(sequence, len(prompt))
     assert tables.find_cached(hashed.block_hashes) == (4 * BLOCK_SIZE, 4 * BLOCK_SIZE)
     tables.release(sequence)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.engine import Engine
 from penstock.engine.planning import prefix_events as events
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import FinishReason, Sequence
@@ -72,7 +72,7 @@ def logged(workload: Workload) -> tuple[Run, PrefixLog]:
     return run, log
 
 
-def hashes_of(tables: BlockTables, replay: Replay) -> set[bytes]:
+def hashes_of(tables: SequenceMemory, replay: Replay) -> set[bytes]:
     """Returns the hashes in the index that a replay can know of, and checks that there are no others."""
     known = {block_hash for block_hash in replay.ever if tables.index.block_of(block_hash) is not None}
     assert len(known) == len(tables.index)
@@ -121,17 +121,17 @@ def test_without_a_prefix_cache_nothing_is_told(workload: Workload) -> None:
 
 
 def test_a_block_is_told_with_all_that_finds_it_again() -> None:
-    tables = BlockTables(20, 4, log=PrefixLog())
+    tables = SequenceMemory(20, 4, log=PrefixLog())
     assert tables.log is not None
     sequence = Sequence(make_request("r", list(range(10)), salt=b"alice"))
-    tables.start(sequence, [])
+    tables.start(sequence)
     tables.commit(sequence, 9)
     first, second = list(tables.log.drain())
     assert first == Stored(sequence.block_hashes[0], None, 1, (0, 1, 2, 3), b"alice")
     assert second == Stored(sequence.block_hashes[1], first.hash, 2, (4, 5, 6, 7), b"alice")
 
     again = Sequence(make_request("s", list(range(10)), salt=b"alice"))
-    tables.start(again, tables.find_prefix(again))
+    tables.start(again)
     assert tuple(tables.log.drain()) == (Found(second.hash),)
 
 
@@ -193,7 +193,7 @@ def test_a_pool_that_starts_afresh_says_that_all_is_gone() -> None:
         watched.events_of("one", list(range(9)))
         scheduler = watched.engine._scheduler
         assert scheduler is not None
-        scheduler.tables.pool.ref_counts[7] += 1  # the books do not balance: found out when it is idle
+        scheduler.memory.pool.ref_counts[7] += 1  # the books do not balance: found out when it is idle
         told = watched.events_of("two", [5] * 6)
         while watched.engine.stats().num_pool_violations == 0:
             threading.Event().wait(0.005)

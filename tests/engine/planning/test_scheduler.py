@@ -7,9 +7,9 @@ from threading import Lock
 
 import pytest
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import MAX_MARKS, FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Plan
@@ -38,7 +38,7 @@ class SchedulerHarness:
     ) -> None:
         self.runner = FakeRunner(num_blocks, 4)
         self.queue = LaneQueue(Lock())
-        self.tables = BlockTables(num_blocks, 4)
+        self.tables = SequenceMemory(num_blocks, 4)
         limits = SchedulerLimits(
             max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )

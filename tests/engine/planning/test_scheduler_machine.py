@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.engine.launching import launch_fitting
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.setup import make_tables
+from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.step import OutOfMemory, Plan, StepInFlight
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.runner = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
         self.runner.states = states
         facts = replace(self.runner.load(), windows=windows)
-        self.tables = make_tables(facts, prefix_cache=prefix_cache, log=None)
+        self.tables = make_memory(facts, prefix_cache=prefix_cache, log=None)
         if isinstance(self.runner, QueuedRunner):
             self.runner.watch(self.tables)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
@@ -275,6 +275,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.room_is_bounded_by_the_window()
             assert [*self.tables.findable] == [*map(self.is_findable, range(self.tables.pool.num_blocks))]
             assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+
+    @invariant()
+    def what_is_remembered_is_what_would_be_found(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for sequence in [*self.scheduler.waiting, *self.scheduler._candidates.values()]:
+            remembered, num_needed = self.tables.find_prefix(sequence), self.tables.num_free_needed(sequence)
+            sequence.prefix = None
+            found = self.tables.find_prefix(sequence)
+            assert (remembered.entries, remembered.num_tokens) == (found.entries, found.num_tokens)
+            assert (remembered.snapshot, remembered.num_known) == (found.snapshot, found.num_known)
+            assert num_needed == self.tables.num_free_needed(sequence)
+            sequence.prefix = remembered
 
     def is_findable(self, block: int) -> bool:
         return self.tables.index.knows_block(block)

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_index import chain_start, extend_hashes
 from penstock.engine.planning.request import FinishReason, Sequence
-from penstock.engine.planning.state_tables import StateTables
 from penstock.engine.planning.states import Snapshot
 from tests.engine.fake_runner import make_request
 from tests.engine.fake_states import FakeStates
@@ -74,8 +74,8 @@ class StateMachine(SchedulerMachine):
         return self.runner.states
 
     @property
-    def state_tables(self) -> StateTables:
-        assert isinstance(self.tables, StateTables)
+    def state_tables(self) -> SequenceMemory:
+        assert isinstance(self.tables, SequenceMemory)
         return self.tables
 
     @precondition(lambda self: self.tokens)

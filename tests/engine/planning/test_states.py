@@ -10,14 +10,14 @@ from threading import Lock
 import pytest
 
 from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.blocks import BlockPool
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.prefix_index import prompt_hashes
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.setup import fit_limits, make_tables
-from penstock.engine.planning.state_slots import StateSlots
-from penstock.engine.planning.state_tables import StateTables
+from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
 from penstock.engine.planning.step import Plan, StepInFlight
 from penstock.gateway.sessions.prefixes.sharing import choose_prefixes
@@ -56,8 +56,8 @@ class Harness:
         self.runner = (QueuedRunner if is_queued else FakeRunner)(num_blocks, BLOCK_SIZE)
         self.runner.states = self.states = FakeStates(num_states, num_pending)
         facts = self.runner.load()
-        tables = make_tables(facts, prefix_cache=prefix_cache, log=log)
-        assert isinstance(tables, StateTables)
+        tables = make_memory(facts, prefix_cache=prefix_cache, log=log)
+        assert isinstance(tables, SequenceMemory)
         self.tables = tables
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=32, max_model_len=6000)
         self.queue = LaneQueue(Lock())
@@ -317,7 +317,7 @@ def test_who_gives_way_before_it_has_done_anything_leaves_no_snapshot() -> None:
     harness = Harness(num_blocks=13)
     harness.run(make_request("a", words(1, 40), max_tokens=1))
     sequence = Sequence(make_request("b", words(1, 40)))
-    harness.tables.start(sequence, harness.tables.find_prefix(sequence))
+    harness.tables.start(sequence)
     for snapshot in list(harness.tables.snapshots):
         harness.tables.snapshots.drop(snapshot)
     harness.tables.release(sequence)
@@ -412,9 +412,10 @@ def test_a_snapshot_whose_slot_somebody_has_is_no_way_to_get_a_slot() -> None:
     harness.run(make_request("a", words(1, 40), max_tokens=1))
     harness.submit(make_request("b", words(1, 40), max_tokens=9))
     sequence = Sequence(make_request("c", words(1, 40)))
-    harness.tables.start(sequence, harness.tables.find_prefix(sequence))
+    harness.tables.start(sequence)
+    assert harness.tables.states is not None
     for _ in range(4):
-        harness.tables._slot()
+        harness.tables.states.allocate()
     assert harness.look(words(1, 40)) == 39
 
 
@@ -471,7 +472,7 @@ def test_slots_are_counted() -> None:
 
 def test_there_have_to_be_slots() -> None:
     with pytest.raises(ValueError, match="at least 2 state slots, not 1"):
-        StateSlots(1)
+        BlockPool(1, unit="state slot")
 
 
 # After a restart

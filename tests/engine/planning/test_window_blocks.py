@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.block_tables import BlockTables
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Plan
@@ -21,9 +21,9 @@ from tests.few import examples
 BLOCK_SIZE = 4
 
 
-def computed(tables: BlockTables, prompt: list[int]) -> Sequence:
+def computed(tables: SequenceMemory, prompt: list[int]) -> Sequence:
     sequence = Sequence(make_request("r", prompt))
-    tables.start(sequence, tables.find_prefix(sequence))
+    tables.start(sequence)
     sequence.num_computed = len(prompt)
     tables.commit(sequence, len(prompt))
     return sequence
@@ -38,7 +38,7 @@ class WindowedScheduler:
         pace = random.Random(seed)
         self.window = 0 if 0 in windows else max(windows)
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE, windows)
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, windows=windows)
+        self.tables = SequenceMemory(num_blocks, BLOCK_SIZE, windows=windows)
         if is_queued:
             self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
             late.watch(self.tables)
@@ -85,7 +85,7 @@ class WindowedScheduler:
 
 
 def test_blocks_behind_the_window_are_given_back_and_their_entries_are_the_null_block() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     before = list(sequence.block_table)
     assert tables.grow(sequence, 31) == []
@@ -98,16 +98,16 @@ def test_blocks_behind_the_window_are_given_back_and_their_entries_are_the_null_
 
 
 def test_no_more_room_is_taken_at_the_start_than_window_and_chunk_need() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     tables.limit_chunks(10)
     sequence = Sequence(make_request("r", list(range(60))))
-    assert tables.num_free_needed(sequence, []) == 4
-    tables.start(sequence, [])
+    assert tables.num_free_needed(sequence) == 4
+    tables.start(sequence)
     assert len(sequence.block_table) == 4
 
 
 def test_blocks_that_a_step_in_flight_may_read_are_free_when_it_is_back() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     step = tables.begin_step([])
     num_free = tables.pool.num_free
@@ -121,7 +121,7 @@ def test_blocks_that_a_step_in_flight_may_read_are_free_when_it_is_back() -> Non
 
 def test_blocks_without_a_hash_are_kept_until_their_step_is_back() -> None:
     """Else no prompt that is longer than the window would ever be found in the cache."""
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     sequence = computed(tables, list(range(30)))
     sequence.num_committed, sequence.num_computed = 12, 30
     tables.grow(sequence, 31)
@@ -134,23 +134,23 @@ def test_blocks_without_a_hash_are_kept_until_their_step_is_back() -> None:
 
 
 def test_a_prefix_is_found_by_the_blocks_in_its_window() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     owner = computed(tables, list(range(30)))
     blocks = list(owner.block_table)
     tables.grow(owner, 31)
     for block in blocks[:5]:  # they are free, and their content is gone when they are reused
         tables.index.drop(block)
     other = Sequence(make_request("x", [*range(28), 90, 91]))
-    prefix = tables.find_prefix(other)
+    prefix = tables.find_prefix(other).entries
     assert prefix == [0] * 5 + blocks[5:7], "two blocks cover the window of 6 tokens"
-    assert tables.num_free_needed(other, prefix) == 2, "one that is free, and one for the last two tokens"
-    tables.start(other, prefix)
+    assert tables.num_free_needed(other) == 2, "one that is free, and one for the last two tokens"
+    tables.start(other)
     assert (other.num_computed, other.block_table.count(0)) == (28, 5)
     tables.check([owner, other])
 
 
 def test_a_prefix_whose_window_is_not_cached_is_no_hit() -> None:
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     owner = computed(tables, list(range(30)))
     blocks = list(owner.block_table)
     other = Sequence(make_request("x", [*range(28), 90, 91]))
@@ -158,13 +158,13 @@ def test_a_prefix_whose_window_is_not_cached_is_no_hit() -> None:
         tables.index.drop(blocks[dropped])
         expected = blocks[:num_found]
         expected[: max(0, num_found - 2)] = [0] * max(0, num_found - 2)
-        assert tables.find_prefix(other) == expected
+        assert tables.find_prefix(other).entries == expected
 
 
 @pytest.mark.parametrize(("num_prompt", "num_null"), [(9, 0), (10, 1), (20, 3)])
 def test_a_fork_of_a_parent_that_is_a_step_ahead_has_its_window(num_prompt: int, num_null: int) -> None:
     """The child computes the last prompt token again, which sees one token before those that the parent needs."""
-    tables = BlockTables(20, BLOCK_SIZE, windows=[6])
+    tables = SequenceMemory(20, BLOCK_SIZE, windows=[6])
     parent = computed(tables, list(range(num_prompt)))
     tables.grow(parent, num_prompt + 1)
     child = Sequence(parent.request, 1)
@@ -180,7 +180,7 @@ def test_a_fork_of_a_parent_that_is_a_step_ahead_has_its_window(num_prompt: int,
 
 def test_a_window_sets_no_limit_to_the_length_unless_it_is_wider_than_the_pool() -> None:
     for num_blocks, window, max_tokens in ((5, 4, NO_LIMIT), (5, 12, NO_LIMIT), (5, 13, 16), (5, 0, 16)):
-        tables = BlockTables(num_blocks, BLOCK_SIZE, windows=[window])
+        tables = SequenceMemory(num_blocks, BLOCK_SIZE, windows=[window])
         assert tables.max_tokens == max_tokens
         assert tables.num_free_tokens == 16
 
@@ -222,7 +222,7 @@ def test_the_next_turn_of_a_long_conversation_is_a_hit() -> None:
 
 
 def test_a_table_with_a_window_gives_back_what_others_keep() -> None:
-    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6, 6])
+    tables = SequenceMemory(40, BLOCK_SIZE, windows=[0, 6, 6])
     sequence = computed(tables, list(range(30)))
     before = list(sequence.block_table)
     assert tables.grow(sequence, 31) == []
@@ -235,11 +235,11 @@ def test_a_table_with_a_window_gives_back_what_others_keep() -> None:
 
 
 def test_a_window_takes_blocks_as_its_tokens_come() -> None:
-    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6])
+    tables = SequenceMemory(40, BLOCK_SIZE, windows=[0, 6])
     tables.limit_chunks(10)
     sequence = Sequence(make_request("r", list(range(60))))
-    assert tables.num_free_needed(sequence, []) == 15 + 4
-    tables.start(sequence, [])
+    assert tables.num_free_needed(sequence) == 15 + 4
+    tables.start(sequence)
     sequence.num_computed = 10
     tables.commit(sequence, 10)
     assert tables.grow(sequence, 20) == []
@@ -248,13 +248,13 @@ def test_a_window_takes_blocks_as_its_tokens_come() -> None:
 
 
 def test_a_prefix_is_found_if_every_table_has_what_it_sees_of_it() -> None:
-    tables = BlockTables(40, BLOCK_SIZE, windows=[0, 6])
+    tables = SequenceMemory(40, BLOCK_SIZE, windows=[0, 6])
     owner = computed(tables, list(range(30)))
     whole, windowed = owner.block_table[0::2], owner.block_table[1::2]
     other = Sequence(make_request("x", [*range(28), 90, 91]))
 
     def found() -> tuple[list[int], list[int]]:
-        prefix = tables.find_prefix(other)
+        prefix = tables.find_prefix(other).entries
         return prefix[0::2], prefix[1::2]
 
     assert found() == (whole[:7], [0] * 5 + windowed[5:7])
@@ -277,7 +277,7 @@ def test_a_prefix_is_found_if_every_table_has_what_it_sees_of_it() -> None:
 def test_the_longest_sequence_is_the_longest_that_fits(
     windows: tuple[int, ...], num_blocks: int, most: int
 ) -> None:
-    tables = BlockTables(num_blocks, BLOCK_SIZE, windows=windows)
+    tables = SequenceMemory(num_blocks, BLOCK_SIZE, windows=windows)
     tables.limit_chunks(5)
     assert tables.max_tokens == most
     windowed = WindowedScheduler(*windows, num_blocks=num_blocks, budget=5)

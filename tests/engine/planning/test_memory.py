@@ -2,19 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.planning.block_tables import BlockTables
 from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
 from tests.engine.fake_runner import make_request
 
 
-def started(tables: BlockTables, prompt: list[int], **options: bytes) -> Sequence:
+def started(tables: SequenceMemory, prompt: list[int], **options: bytes) -> Sequence:
     sequence = Sequence(make_request("r", prompt, **options))  # type: ignore[arg-type]
-    tables.start(sequence, tables.find_prefix(sequence))
+    tables.start(sequence)
     return sequence
 
 
-def computed(tables: BlockTables, prompt: list[int]) -> Sequence:
+def computed(tables: SequenceMemory, prompt: list[int]) -> Sequence:
     sequence = started(tables, prompt)
     sequence.num_computed = len(prompt)
     tables.commit(sequence, len(prompt))
@@ -22,47 +22,47 @@ def computed(tables: BlockTables, prompt: list[int]) -> Sequence:
 
 
 def test_only_confirmed_full_blocks_are_found() -> None:
-    tables = BlockTables(20, 4)
+    tables = SequenceMemory(20, 4)
     owner = started(tables, list(range(10)))
-    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))) == []
+    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))).entries == []
     owner.num_computed = 10
     tables.commit(owner, 7)
-    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))) == owner.block_table[:1]
+    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))).entries == owner.block_table[:1]
     tables.commit(owner, 10)
-    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))) == owner.block_table[:2]
+    assert tables.find_prefix(Sequence(make_request("x", list(range(10))))).entries == owner.block_table[:2]
 
 
 def test_a_block_is_awaited_from_start_to_commit() -> None:
-    tables = BlockTables(20, 4)
+    tables = SequenceMemory(20, 4)
     owner = started(tables, list(range(9)))
     other = Sequence(make_request("x", list(range(9))))
-    assert tables.awaited_hash(other, tables.find_prefix(other))
+    assert tables.awaited_hash(other)
     owner.num_computed = 9
     tables.commit(owner, 9)
-    assert not tables.awaited_hash(other, tables.find_prefix(other))
+    assert not tables.awaited_hash(other)
 
 
 def test_a_released_sequence_can_be_found_until_its_blocks_are_needed() -> None:
-    tables = BlockTables(4, 4)
+    tables = SequenceMemory(4, 4)
     owner = computed(tables, list(range(9)))
     tables.release(owner)
     tables.release(owner)
-    assert len(tables.find_prefix(Sequence(make_request("x", list(range(9)))))) == 2
+    assert len(tables.find_prefix(Sequence(make_request("x", list(range(9))))).entries) == 2
     started(tables, [50] * 8)
-    assert len(tables.find_prefix(Sequence(make_request("x", list(range(9)))))) == 1
+    assert len(tables.find_prefix(Sequence(make_request("x", list(range(9))))).entries) == 1
 
 
 def test_deeper_blocks_are_given_up_before_their_parents() -> None:
-    tables = BlockTables(5, 4)
+    tables = SequenceMemory(5, 4)
     owner = computed(tables, list(range(16)))
     tables.release(owner)
     started(tables, [50] * 4)
-    found = tables.find_prefix(Sequence(make_request("x", [*range(16), 1])))
+    found = tables.find_prefix(Sequence(make_request("x", [*range(16), 1]))).entries
     assert len(found) == 3
 
 
 def test_grow_says_no_and_changes_nothing_when_blocks_are_short() -> None:
-    tables = BlockTables(4, 4)
+    tables = SequenceMemory(4, 4)
     sequence = computed(tables, list(range(8)))
     before = list(sequence.block_table)
     assert tables.grow(sequence, 17) is None
@@ -72,7 +72,7 @@ def test_grow_says_no_and_changes_nothing_when_blocks_are_short() -> None:
 
 
 def test_a_shared_block_is_copied_before_it_is_written_by_whoever_writes_first() -> None:
-    tables = BlockTables(20, 4)
+    tables = SequenceMemory(20, 4)
     parent = computed(tables, list(range(6)))
     child = Sequence(parent.request, 1)
     tables.fork(parent, child)
@@ -85,17 +85,17 @@ def test_a_shared_block_is_copied_before_it_is_written_by_whoever_writes_first()
 
 
 def test_without_a_prefix_cache_nothing_is_found_or_awaited() -> None:
-    tables = BlockTables(20, 4, prefix_cache=False)
+    tables = SequenceMemory(20, 4, prefix_cache=False)
     owner = computed(tables, list(range(9)))
     other = Sequence(make_request("x", list(range(9))))
-    assert tables.find_prefix(other) == []
-    assert not tables.awaited_hash(other, [])
+    assert tables.find_prefix(other).entries == []
+    assert not tables.awaited_hash(other)
     tables.release(owner)
     assert len(tables.index) == 0
 
 
 def test_check_is_against_what_sequences_hold() -> None:
-    tables = BlockTables(20, 4)
+    tables = SequenceMemory(20, 4)
     sequence = computed(tables, [1, 2])
     tables.check([sequence])
     with pytest.raises(PoolViolation):
@@ -106,7 +106,7 @@ def test_check_is_against_what_sequences_hold() -> None:
 
 
 def test_what_is_released_is_free_when_the_steps_planned_before_are_back() -> None:
-    tables = BlockTables(5, 4)
+    tables = SequenceMemory(5, 4)
     early, late = computed(tables, [1] * 5), computed(tables, [2] * 5)
     first = tables.begin_step([])
     tables.release(early)
@@ -122,7 +122,7 @@ def test_what_is_released_is_free_when_the_steps_planned_before_are_back() -> No
 
 
 def test_what_is_on_its_way_back_can_be_found_and_is_kept() -> None:
-    tables = BlockTables(5, 4)
+    tables = SequenceMemory(5, 4)
     owner = computed(tables, list(range(8)))
     step = tables.begin_step([])
     tables.release(owner)
@@ -135,7 +135,7 @@ def test_what_is_on_its_way_back_can_be_found_and_is_kept() -> None:
 
 
 def test_growth_that_only_waits_for_steps_in_flight_is_told_from_growth_that_never_succeeds() -> None:
-    tables = BlockTables(4, 4)
+    tables = SequenceMemory(4, 4)
     gone, stays = computed(tables, [1] * 8), computed(tables, [2] * 4)
     step = tables.begin_step([])
     assert not tables.will_have_room(stays, 5)
@@ -149,7 +149,7 @@ def test_growth_that_only_waits_for_steps_in_flight_is_told_from_growth_that_nev
 
 def test_the_source_of_a_copy_stays_as_it_is_although_nobody_holds_it_any_more() -> None:
     """The child copies, and the parent gives way before the step is launched."""
-    tables = BlockTables(6, 4)
+    tables = SequenceMemory(6, 4)
     parent = computed(tables, list(range(6)))
     child = Sequence(parent.request, 1)
     tables.fork(parent, child)
@@ -168,7 +168,7 @@ def test_the_source_of_a_copy_stays_as_it_is_although_nobody_holds_it_any_more()
 
 def test_the_source_of_a_copy_outlives_the_step_before() -> None:
     """Its last holder ended while that step was in flight."""
-    tables = BlockTables(6, 4)
+    tables = SequenceMemory(6, 4)
     parent = computed(tables, list(range(6)))
     child = Sequence(parent.request, 1)
     tables.fork(parent, child)

@@ -1,0 +1,154 @@
+"""What was found for a waiting sequence is remembered: while nothing changed, looking again reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.request import Request, Sequence
+from tests.engine.fake_runner import make_request
+from tests.engine.planning.test_scheduler import SchedulerHarness
+from tests.engine.planning.test_states import Harness
+
+BLOCK_SIZE = 4
+PROMPT = list(range(400))
+NUM_KNOWN = 99
+
+
+class CountingDict(dict[bytes, int]):
+    num_reads = 0
+
+    def get(self, *arguments: object) -> int | None:  # type: ignore[override]
+        self.num_reads += 1
+        return super().get(*arguments)  # type: ignore[call-overload, no-any-return]
+
+
+class CountingList(list[int]):
+    num_reads = 0
+
+    def __getitem__(self, place: object) -> int:  # type: ignore[override]
+        self.num_reads += 1
+        return super().__getitem__(place)  # type: ignore[call-overload, no-any-return]
+
+
+class Reads:
+    """The reads of the prefix index and of the reference counts since it was asked last."""
+
+    def __init__(self, tables: SequenceMemory) -> None:
+        self.hashes = tables.index._block_of[0] = CountingDict(tables.index._block_of[0])
+        self.counts = tables.pool.ref_counts = CountingList(tables.pool.ref_counts)
+
+    def take(self) -> int:
+        num_reads = self.hashes.num_reads + self.counts.num_reads
+        self.hashes.num_reads = self.counts.num_reads = 0
+        return num_reads
+
+
+def looked(tables: SequenceMemory, sequence: Sequence) -> tuple[list[int], int]:
+    return tables.find_prefix(sequence).entries, tables.num_free_needed(sequence)
+
+
+def crowded() -> SchedulerHarness:
+    """Two thirds of the pool are held by a sequence of 64 blocks; a long prompt of which 99 blocks are cached waits."""
+    harness = SchedulerHarness(num_blocks=182, budget=512, max_model_len=700)
+    harness.submit(make_request("known", PROMPT, max_tokens=1))
+    harness.finish()
+    harness.submit(make_request("runs", list(range(1000, 1256)), max_tokens=400, lane=0))
+    harness.step()
+    return harness
+
+
+@pytest.fixture
+def counted() -> tuple[SchedulerHarness, Reads]:
+    harness = crowded()
+    return harness, Reads(harness.tables)
+
+
+def test_a_request_that_does_not_fit_is_looked_up_once_while_nothing_changes(
+    counted: tuple[SchedulerHarness, Reads],
+) -> None:
+    harness, reads = counted
+    harness.submit(make_request("waits", [*PROMPT[:-1], *range(2000, 2080)], max_tokens=1))
+    while harness.scheduler.running[0].num_computed % BLOCK_SIZE:
+        harness.step()
+    harness.step()  # takes a block, so that all is looked up once more
+    assert harness.queue.depths()
+    assert reads.take() > NUM_KNOWN
+    for _ in range(BLOCK_SIZE - 1):
+        harness.step()
+        assert reads.take() < 10, "those of the sequence that runs"
+    harness.step()
+    assert NUM_KNOWN < reads.take() < 5 * NUM_KNOWN, (
+        "and once more when a block was filled, and another taken"
+    )
+
+
+def test_several_requests_that_a_queue_tries_are_looked_up_once_each(
+    counted: tuple[SchedulerHarness, Reads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of lanes more urgent than the one whose turn it is."""
+    harness, reads = counted
+    tails = [range(2000 + 100 * number, 2080 + 100 * number) for number in range(3)]
+    requests = [make_request(f"waits {tail.start}", [*PROMPT[:-1], *tail]) for tail in tails]
+
+    def take(fits: Callable[[Request], bool], *_: object) -> Request | None:
+        return next(filter(fits, requests), None)
+
+    monkeypatch.setattr(harness.queue, "take", take)
+    while harness.scheduler.running[0].num_computed % BLOCK_SIZE != 1:
+        harness.step()
+    assert reads.take() > 3 * NUM_KNOWN
+    for _ in range(BLOCK_SIZE - 1):
+        harness.step()
+        assert reads.take() < 10
+
+
+def test_what_can_be_found_now_is_found_by_who_looked_before() -> None:
+    tables = SequenceMemory(120, BLOCK_SIZE)
+    waits = Sequence(make_request("waits", [*PROMPT[:40], 7]))
+    assert looked(tables, waits) == ([], 11)
+    owner = Sequence(make_request("owner", PROMPT[:41]))
+    tables.start(owner)
+    owner.num_computed = 41
+    tables.commit(owner, 41)
+    assert looked(tables, waits) == (owner.block_table[:10], 1)
+    blocks = owner.block_table[:10]
+    tables.release(owner)
+    assert looked(tables, waits) == (blocks, 11), "nobody holds what is found"
+    hog = Sequence(make_request("hog", list(range(2000, 2000 + 111 * BLOCK_SIZE))))
+    tables.start(hog)
+    assert looked(tables, waits) == (blocks[:8], 11), "the deepest are overwritten first"
+
+
+def test_a_token_that_is_known_meanwhile_lets_more_be_found() -> None:
+    """A sequence that gave way waits while the step brings its token."""
+    tables = SequenceMemory(20, BLOCK_SIZE)
+    owner, waits = Sequence(make_request("a", PROMPT[:9])), Sequence(make_request("b", PROMPT[:8]))
+    tables.start(owner)
+    owner.num_computed = 9
+    tables.commit(owner, 9)
+    assert looked(tables, waits)[0] == owner.block_table[:1]
+    waits.token_ids.append(PROMPT[8])
+    assert looked(tables, waits)[0] == owner.block_table[:2]
+
+
+def test_who_starts_remembers_nothing() -> None:
+    tables = SequenceMemory(20, BLOCK_SIZE)
+    sequence = Sequence(make_request("a", PROMPT[:9]))
+    looked(tables, sequence)
+    tables.start(sequence)
+    assert sequence.prefix is None
+
+
+def test_a_state_within_a_block_is_found_by_who_looked_before_and_missed_when_it_is_gone() -> None:
+    """No block is full, so that nothing but the snapshot changes."""
+    harness = Harness()
+    waits = Sequence(make_request("waits", PROMPT[:10]))
+    assert harness.tables.find_prefix(waits).num_tokens == 0
+    harness.run(make_request("a", PROMPT[:10], max_tokens=1))
+    assert harness.tables.find_prefix(waits).num_tokens == 9
+    for snapshot in harness.tables.snapshots:
+        harness.tables.snapshots.drop(snapshot)
+    assert harness.tables.find_prefix(waits).num_tokens == 0
