@@ -23,7 +23,7 @@ from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import handlers_of, routes_of
 from penstock.gateway.endpoints.operations import PLAIN_APIS
-from penstock.gateway.endpoints.operator import MetricsApi
+from penstock.gateway.endpoints.operator import MetricsApi, ProbesApi
 from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.correlation import IGNORED_HEADER
@@ -95,7 +95,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
 def create_metrics_app(service: Service) -> ASGIApp:
     """Returns the application for the separate metrics port."""
     return Starlette(
-        routes=MetricsApi(service).routes(),
+        routes=routes_of(ProbesApi(service, Intake(service)), MetricsApi(service)),
         exception_handlers={HTTPException: answer_http_error},
     )
 

@@ -11,7 +11,7 @@ from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.models import LlamaServerApi, ModelsApi, OllamaModelsApi
 from penstock.gateway.endpoints.operation import ANY, Operation, served
-from penstock.gateway.endpoints.operator import MetricsApi, OperatorApi, UsageApi
+from penstock.gateway.endpoints.operator import MetricsApi, ProbesApi, ServerInfoApi, UsageApi
 from penstock.gateway.endpoints.replies import RepliesApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
@@ -20,7 +20,7 @@ from penstock.gateway.endpoints.tokens import TokensApi
 
 PLAIN_APIS: tuple[type[Endpoints], ...] = (
     *(RepliesApi, StoredChatsApi, TokensApi, ResponsesApi, ConversationsApi, ModelsApi, OllamaModelsApi),
-    *(LlamaServerApi, EventsApi, UsageApi, OperatorApi),
+    *(LlamaServerApi, EventsApi, UsageApi, ServerInfoApi, ProbesApi),
 )
 """The endpoints that are made of a service and its intake alone."""
 

@@ -23,8 +23,8 @@ from penstock.gateway.service import Service
 from penstock.gateway.store.interface import Allotment, Grant, Window
 
 
-class OperatorApi(Endpoints):
-    """The state of one service, for its operator's programs."""
+class ServerInfoApi(Endpoints):
+    """The settings of one service, for its operator alone."""
 
     @serves("GET /server_info", ANY, statuses=(403,))
     async def show_settings(self, http: HttpRequest) -> Response:
@@ -47,6 +47,10 @@ class OperatorApi(Endpoints):
                 "limits": asdict(service.options.limits),
             }
         )
+
+
+class ProbesApi(Endpoints):
+    """The state of one service, for its operator's programs; also on the metrics' own port."""
 
     @serves("GET /health", OWN, is_open=True, is_probe=True)
     async def health(self, http: HttpRequest) -> Response:
