@@ -20,7 +20,7 @@ from penstock.engine.execution.memory import (
     tensor_bytes,
     weight_bytes,
 )
-from penstock.engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeUnavailable, PackedLinear
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
@@ -36,15 +36,18 @@ from penstock.engine.model.eagle_weights import (
     load_eagle,
 )
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import Weights
 from penstock.engine.model.prediction import PredictionSource, find_prediction, load_prediction
 from penstock.engine.model.quantize_cache import Checkpoint
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import LinearSpec, Recipe, check_tensors, make_recipe
-from penstock.engine.model.transformer import ForwardPass, make_decoder, make_head, make_predictor
 from penstock.engine.model.translation import Translation
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import ForwardPass, make_decoder, run_by
+from penstock.engine.program.lowering import head_program, prediction_program
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.native_drafts import NativeDraft
+from penstock.engine.program.parameters import Weights
 
 _FEATURES = torch.bfloat16
 """The type of the features that a head reads of its target."""
@@ -194,7 +197,7 @@ def _load_draft(
     config, vocab = source.config, target.config.vocab_size
     own = load_weights(config, source.files, kernels, lambda *_: None, source.recipe)
     kv = _kv_beside(target, layout, kernels)
-    decoder = make_decoder(config, own, kernels, kv, _longest(target))
+    decoder: ForwardPass = make_decoder(config, own, kernels, kv, _longest(target))
     lm_head, native = own.lm_head, None
     if tokens is not None or config.vocab_size != vocab:
         translation = Translation.of(tokens, vocab, config.vocab_size).to(kernels.device)
@@ -250,10 +253,17 @@ def _load_head(
     kv = _kv_beside(target, layout, kernels)
     features = _features(kv, head.layer)
     embedding = weights.rows if own.embedding is None else own.embedding
-    decoder = make_head(head, own, embedding, kernels, kv, features, _longest(target))
+    program = head_program(
+        head.layer.spec,
+        own,
+        embedding,
+        features,
+        _longest(target),
+        residual_is_normed=head.residual_is_normed,
+    )
+    decoder = run_by(kernels, kv, program)
     assert isinstance(target.decoder, NativeDecoder)
-    assert isinstance(own.fuse, PackedLinear)
-    target.decoder.tap(head.taps_of(target.config), own.fuse, features)
+    target.decoder.set_program(target.decoder.program.tapped(head.taps_of(target.config), own.fuse, features))
     native = _native(target, decoder, own.lm_head, own.drafted)
     model = _with_draft(
         target, head.layer, kernels, kv, decoder, own.lm_head, native=native, reads_target=True
@@ -306,10 +316,12 @@ def _load_own(
     own = load_prediction(source, kernels)
     kv = _kv_beside(target, layout, kernels)
     features = _features(kv, source.config)
-    decoder = make_predictor(source, own, weights.rows, kernels, kv, features, _longest(target))
-    lm_head = weights.lm_head
+    program = prediction_program(
+        source.config.spec, source.own, own, weights.rows, features, _longest(target)
+    )
+    decoder, lm_head = run_by(kernels, kv, program), weights.lm_head
     assert isinstance(target.decoder, NativeDecoder)
-    target.decoder.keep(features)
+    target.decoder.set_program(target.decoder.program.keeping(features))
     native = _native(target, decoder, lm_head)
     model = _with_draft(
         target, source.config, kernels, kv, decoder, lm_head, native=native, reads_target=True

@@ -18,9 +18,9 @@ from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.uploads import send_apart
-from penstock.engine.kernels.cpu.native import NativeDraft
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
 

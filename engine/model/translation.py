@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.linear import Linear, chained
 from penstock.engine.model.drafts import SharedTokens
-from penstock.engine.model.transformer import ForwardPass
+from penstock.engine.program.decoders import ForwardPass
 
 VERY_UNLIKELY = -1e30
 """The logit of a token that is never drafted."""

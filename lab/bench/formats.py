@@ -19,8 +19,8 @@ from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
 from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.heap import trim_heap
-from penstock.engine.kernels.cpu.native import NativeDecoder
 from penstock.engine.model.files import open_files
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.quant.storages.names import LAYERS
 
 SHAPES = {shape.name: shape for shape in (LLAMA_135M, HALF_B, LLAMA_TINY)}

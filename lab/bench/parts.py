@@ -14,8 +14,9 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.spec import GatedDelta, state_floats
 
 NUM_BLOCKS = 1280

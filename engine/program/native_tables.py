@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from ctypes import c_int32, c_void_p
 
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.decoder import NativeDecoder
-from penstock.engine.kernels.cpu.library import expect_ints, fields, pointer
+from penstock.engine.kernels.cpu import structs
+from penstock.engine.kernels.cpu.library import expect_ints, pointer
 from penstock.engine.kernels.cpu.linear import PackedLinear
-from penstock.engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
+from penstock.engine.kernels.cpu.sampling import NativeChoose
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.sampling.tables import Filters, SamplingTables
-
-
-class StepTables(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "words lengths prompt_lens last_tokens block_tables"),
-        *fields(c_int32, "num_rows max_blocks num_tables width"),
-        ("choose", ChooseArguments),
-        ("choosable", c_void_p),
-        ("num_choosable", c_int32),
-    ]
-
-
-class SentStep(ctypes.Structure):
-    _fields_ = [
-        ("words", c_void_p),
-        *fields(c_int32, "num_sequences num_tokens num_changes num_blocks top_k top_p"),
-    ]
 
 
 def tables_of(
@@ -40,7 +22,7 @@ def tables_of(
     table: SequenceTable,
     tables: SamplingTables,
     choosable: Tensor | None = None,
-) -> StepTables:
+) -> structs.StepTables:
     """Returns the arguments that all steps of a model have in common; they point into the tables.
 
     Args:
@@ -57,7 +39,7 @@ def tables_of(
         if not 0 <= int(choosable.min()) <= int(choosable.max()) < vocab:
             raise ValueError(f"logits of tokens beyond a vocabulary of {vocab}")
     columns = (table.words, table.lengths, table.prompt_lens, table.last_tokens, table.block_tables)
-    return StepTables(
+    return structs.StepTables(
         *(column.data_ptr() for column in columns),
         table.num_rows,
         table.max_blocks,
@@ -69,10 +51,10 @@ def tables_of(
     )
 
 
-def sent(step: TableStep, filters: Filters) -> SentStep:
+def sent(step: TableStep, filters: Filters) -> structs.TableStep:
     """The step as the kernels read it, with its words."""
     words = array("i", [*step.slots, *step.starts, *step.token_ids, *step.places, *step.values])
     counts = len(step.slots), len(step.token_ids), len(step.places), step.num_blocks
-    made = SentStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p)
+    made = structs.TableStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p)
     made.kept = words
     return made
