@@ -49,6 +49,10 @@ class LoadedModel:
     buffers."""
     reads_target: bool = False
     """Whether it is a head. Its target's features of a token, which it reads, are better than its own."""
+    chain: LoadedModel | None = None
+    """The passes of a head after the first one, which go on from its own hidden states, with one token a sequence."""
+    is_chain: bool = False
+    """Whether it is these passes."""
     native: NativeDraft | None = None
     """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
 

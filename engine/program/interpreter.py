@@ -64,6 +64,7 @@ class Run:
         """The weight of the stream's last norm, and its rows, as long as the stream has not changed."""
         self._rows: dict[Stream, Tensor] = {}
         self._tables = batch.tables(len(interpreter.kv.layout.windows))
+        self._taps: dict[int, Tensor] = {}
         self._in_cache: dict[int, Tensor] = {}
         self._attention: dict[KVShape, Attend] = {}
 
@@ -168,14 +169,19 @@ class Run:
             spec.softcap,
             self._tables[place.table],
             own.sinks,
+            op.heads.first,
         )
         self._rows["attended"] = attended * gates.sigmoid() if spec.has_gate else attended
 
     def _places(self, heads: Heads, table: int) -> TokenPlaces:
+        in_cache = self._kv_places(table)
+        return TokenPlaces(self._batch.positions, in_cache, heads.cos, heads.sin, heads.q_scales)
+
+    def _kv_places(self, table: int) -> Tensor:
         if table not in self._in_cache:
             batch = replace(self._batch, block_tables=self._tables[table])
             self._in_cache[table] = self._kernels.kv_places(batch, self._kv.block_size)
-        return TokenPlaces(self._batch.positions, self._in_cache[table], heads.cos, heads.sin, heads.q_scales)
+        return self._in_cache[table]
 
     def recur(self, op: Op) -> None:
         assert op.mixer is not None
@@ -203,6 +209,37 @@ class Run:
         rows = F.embedding(self._batch.token_ids, op.rows).to(mapped.dtype) * op.scale
         self._rows["per_layer"] = (rows.view(mapped.shape) + normed.view(mapped.shape)) * 0.5**0.5
 
+    def tap(self, op: Op) -> None:
+        assert op.part is not None
+        self._taps[op.part] = self._read(None)
+
+    def keep(self, op: Op) -> None:
+        assert isinstance(op.rows, Tensor)
+        if op.linear is None:
+            made = self._read(op.norm, op.is_centered)
+        else:
+            made = op.linear(torch.cat([self._taps[number] for number in sorted(self._taps)], dim=-1))
+        places = self._kv_places(0).clamp(min=0)  # rows that pad go into block 0, which nobody reads
+        op.rows.flatten(0, 1).index_copy_(0, places, made.to(op.rows.dtype))
+
+    def join(self, op: Op) -> None:
+        assert isinstance(op.rows, Tensor)
+        assert op.norm is not None
+        assert op.rows_norm is not None
+        embedded = self._read(op.norm)
+        found = op.rows[: len(embedded)] if op.is_chained else self._features_before(op.rows)
+        features = found.to(embedded.dtype)
+        normed = self._norm(features, op.rows_norm, is_centered=False)
+        self._rows["prepared"] = torch.cat((embedded, normed), dim=-1)
+        self._hidden, self._normed = normed if op.residual_is_normed else features, None
+
+    def _features_before(self, features: Tensor) -> Tensor:
+        """[T, hidden]: those of the token before each; zeros before the first."""
+        batch = replace(self._batch, positions=self._batch.positions - 1, block_tables=self._tables[0])
+        places = self._kernels.kv_places(batch, self._kv.block_size)
+        rows = features.flatten(0, 1).index_select(0, places.clamp(min=0))
+        return torch.where(places[:, None] >= 0, rows, 0.0)
+
     def gather(self, op: Op) -> None:
         """The rows of a batch stay whole until the end: a kernel's results may depend on their number."""
 
@@ -211,8 +248,12 @@ class Run:
         if rows.numel() != self._hidden.shape[0] or not is_all:  # else they are all rows, in order
             self._hidden = self._hidden.index_select(0, rows)
             self._delta = None if self._delta is None else self._delta.index_select(0, rows)
-            self._normed = None
-        self._hidden = self._read(op.norm, op.is_centered)
+            if self._normed is not None:
+                self._normed = self._normed[0], self._normed[1].index_select(0, rows)
+        made = self._read(op.norm, op.is_centered)
+        if isinstance(op.rows, Tensor):
+            op.rows[: len(made)] = made if op.follows_norm else self._hidden
+        self._hidden = made
 
 
 _RUN: Mapping[Kind, Callable[[Run, Op], None]] = {
@@ -223,6 +264,9 @@ _RUN: Mapping[Kind, Callable[[Run, Op], None]] = {
     "gather": Run.gather,
     "finish": Run.finish,
     "combine": Run.combine,
+    "tap": Run.tap,
+    "keep": Run.keep,
+    "join": Run.join,
     "experts": Run.experts,
     "recur": Run.recur,
 }

@@ -22,7 +22,7 @@ Kind = Literal[
     "combine",  # the token's own embeddings for all layers, times `scale`, and the norms of per_layer -> per_layer
     "tap",  # hidden is one of the hidden states that a head reads
     "keep",  # writes the features that a head reads: what `linear` makes of all taps; without one, the norm of hidden
-    "join",  # the input of a head -> prepared: the norms of hidden and of the features of the token before
+    "join",  # the norms of hidden and of the features of the token before -> prepared; these features -> hidden
     "experts",  # what experts make of a norm of `source`, or of `source` -> `target`, or added to it
     "recur",  # qkv, and gates -> attended, by a state of the tokens before
 ]
@@ -73,13 +73,15 @@ class Op:
     rows: Tensor | Linear | None = None
     """Of combine: [vocab, width of all parts] in floating point, which stays where it is; or a linear map with these
     rows. Of keep and join, the features of tokens: bfloat16 [blocks, block size, width], in the blocks of the KV cache,
-    where they stay."""
+    where they stay. Of finish, and of join in a chain: [most rows, hidden], the rows of the pass before."""
     rows_norm: Tensor | None = None
     """[hidden], of features."""
     residual_is_normed: bool = False
     """Of join: whether the norm of the features is the residual."""
     follows_norm: bool = False
-    """Of join: whether a chain goes on from the hidden states after the last norm, and not from the ones before it."""
+    """Of join and finish: whether a chain goes on from the hidden states after the last norm, not from those before."""
+    is_chained: bool = False
+    """Of join: whether the features are the hidden states of the pass before."""
     heads: Heads | None = None
     experts: ExpertsWeights | None = None
     mixer: StateWeights | None = None
@@ -112,6 +114,18 @@ class Program:
         keep = replace(finish, kind="keep", time="prepare", rows=features)
         gather = Op(kind="gather", time="gather", layer=finish.layer)
         return replace(self, ops=(*layers, keep, gather, finish))
+
+    def chained(self, rows: Tensor) -> tuple[Program, Program]:
+        """A head's program with its last hidden states left in `rows`, and the program of the passes after that, whose
+        tokens each follow the sampled row of the same number.
+
+        The native decoder has rows of its own for that.
+        """
+        *ops, finish = self.ops
+        follows_norm = any(op.follows_norm for op in ops)
+        first = (*ops, replace(finish, rows=rows, follows_norm=follows_norm))
+        later = (replace(op, rows=rows, is_chained=True) if op.kind == "join" else op for op in first)
+        return replace(self, ops=first), replace(self, ops=tuple(later))
 
     def tapped(self, after: Sequence[int], fuse: Linear, features: Tensor) -> Program:
         """The program with taps of the hidden states after so many layers, and the features kept once all are there.

@@ -130,13 +130,13 @@ class NoisyReference:
             softcap: float = 0.0,
             block_tables: Tensor | None = None,
             sinks: Tensor | None = None,
+            first: int = 0,
         ) -> Tensor:
+            more = scale, softcap, block_tables, sinks, first
             if self.attends_in == torch.float32:
-                attended = attend(queries, layer_kv, window, scale, softcap, block_tables, sinks)
+                attended = attend(queries, layer_kv, window, *more)
                 return self.moved(attended, 2, context + shape.head_dim)
-            attended = attend(
-                self.stored(queries, self.attends_in), layer_kv, window, scale, softcap, block_tables, sinks
-            )
+            attended = attend(self.stored(queries, self.attends_in), layer_kv, window, *more)
             # What rounded weights do is relative to what they add up, as with a sum.
             length = context + shape.head_dim + (unit_of(self.attends_in) / UNIT) ** 2
             return self.moved(attended, 2, length)
