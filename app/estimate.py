@@ -82,7 +82,7 @@ def estimate(
     Args:
         limits: the budget of the device; None asks the device for it.
         has_native: whether there are native kernels; without them, a CPU computes in float32.
-        prediction: the model's own layer that drafts, which counts where there is room for it and one process runs the model.
+        prediction: the model's own layer that drafts, which counts where there is room; ranks have none.
 
     Raises:
         CheckpointError: the model cannot be served in the types that are asked for.
