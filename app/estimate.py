@@ -82,7 +82,7 @@ def estimate(
     Args:
         limits: the budget of the device; None asks the device for it.
         has_native: whether there are native kernels; without them, a CPU computes in float32.
-        prediction: the model's own layer that drafts, which counts where native kernels run it and there is room.
+        prediction: the model's own layer that drafts, which counts where there is room; ranks have none.
 
     Raises:
         CheckpointError: the model cannot be served in the types that are asked for.
@@ -103,7 +103,8 @@ def estimate(
     check_recipe(config, recipe)
     plan_of = partial(plan_memory, config, kernels, options, limits or budget(device, options), recipe=recipe)
     plan = plan_of()
-    if prediction is not None and packs_on_cpu and options.max_drafts and options.own_drafts:
+    drafts = options.max_drafts > 0 and options.own_drafts and config.num_ranks == 1
+    if prediction is not None and drafts:
         own = replace(prediction.recipe, quantization=recipe.quantization)
         _, size = own_size(replace(prediction, recipe=own), config, kernels, options)
         plan = plan_of(draft=fitting_draft(plan_of, size))

@@ -253,7 +253,7 @@ class EngineSettings(CommonSettings):
     that is faster; the answers are the same, token for token."""
 
     draft: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID|none"})
-    """Small model, preferably with the same tokens, or EAGLE-3 head (CPU only) that guesses the next tokens of --model
+    """Small model, preferably with the same tokens, or EAGLE-3 head that guesses the next tokens of --model
     where that is faster. By default the demo model uses its own head, and others their layer for multi-token
     prediction if the checkpoint has one; "none" uses neither. The answers are the same, token for token."""
 

@@ -20,7 +20,7 @@ from penstock.engine.execution.memory import (
     tensor_bytes,
     weight_bytes,
 )
-from penstock.engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeUnavailable, PackedLinear
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
@@ -36,15 +36,20 @@ from penstock.engine.model.eagle_weights import (
     load_eagle,
 )
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import Weights
 from penstock.engine.model.prediction import PredictionSource, find_prediction, load_prediction
 from penstock.engine.model.quantize_cache import Checkpoint
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import LinearSpec, Recipe, check_tensors, make_recipe
-from penstock.engine.model.transformer import ForwardPass, make_decoder, make_head, make_predictor
-from penstock.engine.model.translation import Translation
+from penstock.engine.model.translation import Translation, columns_of, spread
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import ForwardPass, make_decoder
+from penstock.engine.program.interpreter import Interpreter
+from penstock.engine.program.lowering import head_program, prediction_program
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.native_drafts import NativeDraft
+from penstock.engine.program.ops import Program
+from penstock.engine.program.parameters import Weights
 
 _FEATURES = torch.bfloat16
 """The type of the features that a head reads of its target."""
@@ -96,12 +101,50 @@ def _kv_beside(target: LoadedModel, layout: KVLayout, kernels: Kernels) -> KVCac
 
 def _native(
     target: LoadedModel, decoder: ForwardPass, lm_head: Linear, drafted: Tensor | None = None
-) -> NativeDraft:
-    """All passes of a draft in one call, on native kernels; see NativeDraft."""
-    assert target.kernels.team is not None
+) -> NativeDraft | None:
+    """All passes of a draft in one call, on native kernels; see NativeDraft. None if there are none."""
+    if target.kernels.team is None:
+        return None
     assert isinstance(decoder, NativeDecoder)
     assert isinstance(lm_head, PackedLinear)
     return NativeDraft(target.kernels.team, decoder, lm_head, target.table, target.sampler.tables, drafted)
+
+
+def _with_head(
+    target: LoadedModel,
+    config: ModelConfig,
+    kernels: Kernels,
+    layout: KVLayout,
+    make: Callable[[Tensor], tuple[Program, Program]],
+    lm_head: Linear,
+    drafted: Tensor | None = None,
+) -> LoadedModel:
+    """Returns the target with a head.
+
+    Args:
+        make: makes the head's program, and the target's, for these features of the target's tokens.
+        drafted: int32, the tokens whose logits lm_head makes; None for all.
+    """
+    kv, device = _kv_beside(target, layout, kernels), kernels.device
+    size = kv.num_blocks, kv.block_size, config.hidden_size
+    features = torch.zeros(size, dtype=_FEATURES, device=device)
+    program, of_target = make(features)
+    assert isinstance(target.decoder, Interpreter | NativeDecoder)
+    target.decoder.set_program(of_target)
+    target = replace(target, features=features)
+    if kernels.team is not None:
+        decoder = NativeDecoder(kernels.team, kv, program)
+        native = _native(target, decoder, lm_head, drafted)
+        return _with_draft(target, config, kernels, kv, decoder, lm_head, native=native, reads_target=True)
+    if drafted is not None:
+        lm_head = spread(lm_head, columns_of(drafted.to(device), target.config.vocab_size))
+    most, dtype = target.options.max_num_seqs, kernels.activation_dtype
+    first, later = program.chained(torch.zeros(most, config.hidden_size, dtype=dtype, device=device))
+    of_first = Interpreter(kernels, kv, first)
+    model = _with_draft(target, config, kernels, kv, of_first, lm_head, reads_target=True)
+    assert model.draft is not None
+    chain = replace(model.draft, decoder=Interpreter(kernels, kv, later), is_chain=True)
+    return replace(model, draft=replace(model.draft, chain=chain))
 
 
 def _longest(target: LoadedModel) -> int:
@@ -132,13 +175,7 @@ def open_companion(
     options = replace(options, quantize_group_size=None)
     if not is_eagle(draft.folder):
         return _open_draft(draft, target.config, kernels, options, max_model_len, say)
-    if kernels.team is None:
-        say(
-            f"the head {draft.folder} is not used: only the native CPU kernels show what it reads of the model"
-        )
-        return None
-    own_kernels = _own_kernels(kernels, target.config, options, say)
-    return _open_head(draft, target.config, own_kernels, options, say)
+    return _open_head(draft, target.config, kernels, options, say)
 
 
 def with_room(
@@ -194,12 +231,12 @@ def _load_draft(
     config, vocab = source.config, target.config.vocab_size
     own = load_weights(config, source.files, kernels, lambda *_: None, source.recipe)
     kv = _kv_beside(target, layout, kernels)
-    decoder = make_decoder(config, own, kernels, kv, _longest(target))
+    decoder: ForwardPass = make_decoder(config, own, kernels, kv, _longest(target))
     lm_head, native = own.lm_head, None
     if tokens is not None or config.vocab_size != vocab:
         translation = Translation.of(tokens, vocab, config.vocab_size).to(kernels.device)
         decoder, lm_head = translation.decoder(decoder), translation.head(lm_head)
-    elif kernels.team is not None:
+    else:
         native = _native(target, decoder, lm_head)
     return _with_draft(target, config, kernels, kv, decoder, lm_head, native=native)
 
@@ -213,11 +250,13 @@ def _open_head(
 ) -> Companion:
     head = read_eagle(draft.folder)
     check_eagle(target, head)
-    _check_native(head.layer, options)
+    if kernels.team is not None:
+        _check_native(head.layer, options)
     files, recipe = EagleFiles(draft.folder), make_recipe(head.layer, options)
     check_eagle_tensors(head, files, recipe)
     after = ", ".join(str(tap) for tap in sorted(head.taps_of(target)))
     say(f"drafts come from the head {draft.folder}, which reads the model after {after} of its layers")
+    kernels = _own_kernels(kernels, head.layer, options, say)
     layout = KVLayout.of(head.layer, options.block_size, beside=KVLayout.of(target, options.block_size))
     num_loose = head.layer.hidden_size + sum(norm.size for _, norm in head.layer.spec.norms())
     if has_embedding(files):
@@ -247,22 +286,17 @@ def _load_head(
     layout: KVLayout,
 ) -> LoadedModel:
     own = load_eagle(head, files, kernels, recipe)
-    kv = _kv_beside(target, layout, kernels)
-    features = _features(kv, head.layer)
-    embedding = weights.rows if own.embedding is None else own.embedding
-    decoder = make_head(head, own, embedding, kernels, kv, features, _longest(target))
-    assert isinstance(target.decoder, NativeDecoder)
-    assert isinstance(own.fuse, PackedLinear)
-    target.decoder.tap(head.taps_of(target.config), own.fuse, features)
-    native = _native(target, decoder, own.lm_head, own.drafted)
-    model = _with_draft(
-        target, head.layer, kernels, kv, decoder, own.lm_head, native=native, reads_target=True
-    )
-    return replace(model, features=features)
+    assert isinstance(target.decoder, Interpreter | NativeDecoder)
+    before, embedding = target.decoder.program, weights.rows if own.embedding is None else own.embedding
 
+    def make(features: Tensor) -> tuple[Program, Program]:
+        normed = head.residual_is_normed
+        program = head_program(
+            head.layer.spec, own, embedding, features, _longest(target), residual_is_normed=normed
+        )
+        return program, before.tapped(head.taps_of(target.config), own.fuse, features)
 
-def _features(kv: KVCache, config: ModelConfig) -> Tensor:
-    return torch.zeros((kv.num_blocks, kv.block_size, config.hidden_size), dtype=_FEATURES)
+    return _with_head(target, head.layer, kernels, layout, make, own.lm_head, own.drafted)
 
 
 def _open_own(
@@ -276,12 +310,6 @@ def _open_own(
         say(f"the model's own layer for multi-token prediction is not used: {error}")
         return None
     if source is None:
-        return None
-    if kernels.team is None:
-        say(
-            "the model's own layer for multi-token prediction is not used: only the native CPU kernels show what it "
-            "reads of the model"
-        )
         return None
     say("drafts come from the model's own layer for multi-token prediction")
     layout, size = own_size(source, target.config, kernels, options)
@@ -304,17 +332,14 @@ def _load_own(
     target: LoadedModel, weights: Weights, source: PredictionSource, kernels: Kernels, layout: KVLayout
 ) -> LoadedModel:
     own = load_prediction(source, kernels)
-    kv = _kv_beside(target, layout, kernels)
-    features = _features(kv, source.config)
-    decoder = make_predictor(source, own, weights.rows, kernels, kv, features, _longest(target))
-    lm_head = weights.lm_head
-    assert isinstance(target.decoder, NativeDecoder)
-    target.decoder.keep(features)
-    native = _native(target, decoder, lm_head)
-    model = _with_draft(
-        target, source.config, kernels, kv, decoder, lm_head, native=native, reads_target=True
-    )
-    return replace(model, features=features)
+    assert isinstance(target.decoder, Interpreter | NativeDecoder)
+    before, spec = target.decoder.program, source.config.spec
+
+    def make(features: Tensor) -> tuple[Program, Program]:
+        program = prediction_program(spec, source.own, own, weights.rows, features, _longest(target))
+        return program, before.keeping(features)
+
+    return _with_head(target, source.config, kernels, layout, make, weights.lm_head)
 
 
 def _check_native(config: ModelConfig, options: LoadOptions) -> None:

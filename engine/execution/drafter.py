@@ -18,9 +18,9 @@ from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.uploads import send_apart
-from penstock.engine.kernels.cpu.native import NativeDraft
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
 
@@ -32,15 +32,21 @@ class Drafter:
     Args:
         seats: the seats of the model that is drafted for.
         launch: launches a step of the draft model.
+        go_on: launches a step after the first one, if it is another program's.
         max_tokens: tokens of the largest pass.
     """
 
     def __init__(
-        self, model: LoadedModel, seats: Seats, launch: Callable[[Plan], StepInFlight], max_tokens: int
+        self,
+        model: LoadedModel,
+        seats: Seats,
+        launch: Callable[[Plan], StepInFlight],
+        max_tokens: int,
+        go_on: Callable[[Plan], StepInFlight] | None = None,
     ) -> None:
         self.model = model
         self._seats = seats
-        self._launch = launch
+        self._launch, self._go_on = launch, go_on
         self._kv = DraftKV(
             model.kv.block_size,
             max_tokens,
@@ -83,7 +89,8 @@ class Drafter:
                 still = chunks[: sum(count > number for count in counts)]
                 ends = [(c.sequence, len(c.sequence.token_ids) + number - 1) for c in still]
                 chunks = [DraftChunk(sequence, end, 1, samples=True) for sequence, end in ends]
-            step = self._launch(_plan_of(chunks))
+            launch = self._go_on if number and self._go_on is not None else self._launch
+            step = launch(_plan_of(chunks))
             step.choose()
             steps.append(step)
         return [[(one.token_ids or [-1])[0] for one in step.wait().sampled] for step in steps]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.kernels.cpu.native import NativeDecoder
 from penstock.engine.kernels.experts import Route
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.planning.step import ExpertLoad, ExpertUse
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.spec import Experts, Router
 
 _EVERY = 8

@@ -11,13 +11,13 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.execution.buffers import StepBuffers
 from penstock.engine.execution.expert_counts import ExpertCounts
 from penstock.engine.execution.memory import MemoryPlan
-from penstock.engine.kernels.cpu.native import NativeDraft
 from penstock.engine.kernels.kv_cache import KVCache
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.sequence_table import SequenceTable
 from penstock.engine.kernels.state_cache import StateCache
-from penstock.engine.model.transformer import ForwardPass
+from penstock.engine.program.decoders import ForwardPass
+from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import Sampler
 
 
@@ -43,12 +43,16 @@ class LoadedModel:
     """None if no layer has a state."""
     expert_counts: ExpertCounts | None = None
     features: Tensor | None = None
-    """[blocks, block size, width], the features of its tokens that it keeps for a head: see `NativeOp.rows`."""
+    """[blocks, block size, width], the features of its tokens that it keeps for a head: see `Op.rows`."""
     draft: LoadedModel | None = None
     """Its draft model. The two have blocks of the same numbers, and one table of the running sequences, sampler and
     buffers."""
     reads_target: bool = False
     """Whether it is a head. Its target's features of a token, which it reads, are better than its own."""
+    chain: LoadedModel | None = None
+    """The passes of a head after the first one, which go on from its own hidden states, with one token a sequence."""
+    is_chain: bool = False
+    """Whether it is these passes."""
     native: NativeDraft | None = None
     """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
 

@@ -24,7 +24,6 @@ from penstock.engine.execution.memory import (
     what_would_fit,
 )
 from penstock.engine.execution.share import agreed, own_budget, own_device, own_options, ranked
-from penstock.engine.kernels.cpu.native import NativeDecoder
 from penstock.engine.kernels.cpu.rounding import rounding_of
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.ops import Kernels
@@ -42,8 +41,9 @@ from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import check_tensors, make_recipe
-from penstock.engine.model.transformer import make_decoder
 from penstock.engine.model.weights import Progress, load_weights
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.sampling.sampler import Sampler
 
 MAX_WINDOWED_TOKENS = 1 << 17

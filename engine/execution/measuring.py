@@ -13,8 +13,8 @@ from penstock.engine.execution.memory import GpuMemory, Measured, read_card
 from penstock.engine.kernels.batch import Batch, blank_batch
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.model.parameters import Weights
-from penstock.engine.model.transformer import make_decoder
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.parameters import Weights
 from penstock.engine.sampling.sampler import MAX_TOP_LOGPROBS
 from penstock.engine.sizes import size_text
 

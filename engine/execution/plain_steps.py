@@ -19,15 +19,11 @@ from penstock.engine.execution.landing import NOT_FINITE, num_right
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.state_slots import state_words
-from penstock.engine.kernels.cpu.native import (
-    NativeChoose,
-    NativeDecoder,
-    NativeStep,
-    NativeSteps,
-    PackedLinear,
-)
+from penstock.engine.kernels.cpu.native import NativeChoose, PackedLinear
 from penstock.engine.planning.chunks import is_plain
 from penstock.engine.planning.step import Plan, Sampled, StepResult
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.native_steps import NativeStep, NativeSteps
 from penstock.engine.sampling.sampler import Sampler, has_penalties
 
 _CPU = torch.device("cpu")

@@ -147,10 +147,14 @@ class Steps:
         self.drafter: Drafter | None = None
         self.of_draft: Steps | None = None
         """The steps of the model's draft model."""
+        self.of_chain: Steps | None = None
+        """The steps of a head after its first."""
         if model.draft is not None:
-            self.of_draft = Steps(model.draft, self)
+            self.of_draft, chain = Steps(model.draft, self), model.draft.chain
+            self.of_chain = None if chain is None else Steps(chain, self)
+            go_on = None if self.of_chain is None else self.of_chain.launch
             most = model.options.max_batch_tokens
-            self.drafter = Drafter(model.draft, self.seats, self.of_draft.launch, most)
+            self.drafter = Drafter(model.draft, self.seats, self.of_draft.launch, most, go_on)
 
     @torch.inference_mode()
     def prepare(
@@ -160,8 +164,7 @@ class Steps:
         self._warm_up()
         if device is not None and self.buffers is not None:
             ladders = [self.passes, *self.choices.values()]
-            if self.of_draft is not None:
-                ladders.append(self.of_draft.passes)
+            ladders += [steps.passes for steps in (self.of_draft, self.of_chain) if steps is not None]
             with progress() as told:
                 num_graphs, num_bytes = capture_all(ladders, device, told, self.model.kernels.ranks)
             memory = self.model.memory
@@ -262,9 +265,10 @@ class Steps:
         if buffers is None:
             return Ladder(lambda _: None, ()), {}
         most = min(options.max_num_seqs, options.max_batch_tokens)
-        mixed = mixed_shapes(options.max_batch_tokens, most)
-        verifying = verifying_shapes(options.max_rows, most, options.max_query_len)
-        shapes = [*decode_shapes(most), *mixed, *verifying]
+        shapes = decode_shapes(most)
+        if not self.model.is_chain:
+            shapes += mixed_shapes(options.max_batch_tokens, most)
+            shapes += verifying_shapes(options.max_rows, most, options.max_query_len)
         return Ladder(partial(self._captured_pass, buffers), shapes), {
             filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(shapes))
             for filters in GRAPH_FILTERS

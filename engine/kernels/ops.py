@@ -45,6 +45,7 @@ class Attend(Protocol):
         softcap: float = 0.0,
         block_tables: Tensor | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor: ...
 
 

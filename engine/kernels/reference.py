@@ -274,6 +274,7 @@ class PagedAttention:
         softcap: float = 0.0,
         block_tables: Tensor | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """
         Args:
@@ -285,6 +286,7 @@ class PagedAttention:
             block_tables: [S, max blocks], the layer's own; None stands for the batch's.
             sinks: [num_heads] float32, one more score of the softmax of each head, as it is: it takes its part of the
                 weights, and adds nothing.
+            first: no token sees those before this position, except itself.
 
         Returns:
             [T, num_heads * head_dim]
@@ -294,7 +296,7 @@ class PagedAttention:
         for tile in self._tiles:
             blocks = tables[tile.sequences, : tile.num_blocks].long()
             attended[tile.rows] = self._attend(
-                queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap, sinks
+                queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap, sinks, first
             )
         return attended.flatten(1)
 
@@ -308,6 +310,7 @@ class PagedAttention:
         scale: float | None,
         softcap: float,
         sinks: Tensor | None,
+        first: int,
     ) -> Tensor:
         """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
         num_sequences, num_queries, num_heads, head_dim = queries.shape
@@ -321,7 +324,7 @@ class PagedAttention:
         scores.mul_(head_dim**-0.5 if scale is None else scale)
         if softcap:
             scores.div_(softcap).tanh_().mul_(softcap)
-        hidden = ~_visible(positions, keys.shape[2], window)[:, None, None]
+        hidden = ~_visible(positions, keys.shape[2], window, first)[:, None, None]
         scores = scores.view(*scores.shape[:2], -1, num_queries, scores.shape[3])
         scores.masked_fill_(hidden, -torch.inf)
         if sinks is None:
@@ -334,11 +337,13 @@ class PagedAttention:
         return attended.to(queries.dtype)
 
 
-def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
+def _visible(positions: Tensor, num_keys: int, window: int, first: int) -> Tensor:
     """[G, Q, keys] which keys each query sees."""
     keys = torch.arange(num_keys, device=positions.device)
     queries = positions.unsqueeze(-1)
     causal = keys <= queries
+    if first:
+        causal &= (keys >= first) | (keys == queries)
     if window < 0:
         return causal & (keys >= queries // -window * -window)
     return causal & (keys > queries - window) if window else causal

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.engine.errors import CheckpointError
-from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.model.eagle import NUM_TAPS, EagleConfig
-from penstock.engine.model.parameters import LayerWeights
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import (
     AS_IT_IS,
@@ -27,6 +25,7 @@ from penstock.engine.model.tensors import (
     tensors_of,
 )
 from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.program.parameters import EagleWeights
 from penstock.engine.quant.storage import StoredTensor
 from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
 from penstock.engine.spec import Norm
@@ -42,24 +41,6 @@ _SIZES = SIZE_FIELDS | {
     LM_HEAD: "draft_vocab_size, hidden_size",
     _DRAFTED: "draft_vocab_size",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleWeights:
-    """The weights of a head as it runs them."""
-
-    layer: LayerWeights
-    """Its qkv reads twice as many numbers as the head is wide."""
-    hidden_norm: Tensor
-    """[hidden], of the features that are read of the target."""
-    fuse: Linear
-    """The target's hidden states, one after another -> hidden."""
-    final_norm: Tensor
-    lm_head: Linear
-    drafted: Tensor | None
-    """int32, the tokens whose logits lm_head makes; None for all."""
-    embedding: Tensor | None
-    """[vocab, hidden]; None if it is the target's."""
 
 
 class EagleFiles(TensorFiles):
@@ -138,7 +119,7 @@ def load_eagle(
     fuse, lm_head = specs.pop("fuse"), specs.pop("lm_head")
     embedding = embedding_spec(head.layer)
     return EagleWeights(
-        layer=load_layer(head.layer.layers[0], reader, 0, specs, head.layer.spec.norm_eps),
+        layer=load_layer(head.layer.layers[0], reader, 0, specs),
         hidden_norm=reader.norm(Norm(name=_HIDDEN_NORM, size=head.layer.hidden_size)),
         fuse=reader.linear(fuse),
         final_norm=reader.norm(head.layer.spec.final_norm),

@@ -16,13 +16,14 @@ from penstock.engine.kernels.experts import ExpertLinear, ListedExperts
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import DenseLinear, Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
-from penstock.engine.kernels.reference import cap
-from penstock.engine.model.parameters import LayerWeights, Weights
+from penstock.engine.kernels.reference import cap, glu
 from penstock.engine.model.safetensors import DTYPES, TensorFiles
 from penstock.engine.model.tensors import LinearSpec, expected_shapes, linear_specs
 from penstock.engine.model.texts import Text
-from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.interpreter import Interpreter, Run
+from penstock.engine.program.parameters import LayerWeights, Weights
 from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
 from penstock.engine.spec import Experts, Mlp, ModelSpec, StateMixer
 
@@ -148,7 +149,8 @@ class LayerwiseDecoder:
         embedding = files.read(f"{EMBEDDING}.weight")
         self._head = files.read(f"{EMBEDDING if config.spec.ties_embeddings else LM_HEAD}.weight")
         self._config = config
-        self._kernels = replace(reference_kernels(device, torch.float32), embedding_dtype=embedding.dtype)
+        kernels = replace(reference_kernels(device, torch.float32), embedding_dtype=embedding.dtype)
+        self._kernels = replace(kernels, glu=_multiplied_already)
         norm = Reader(files, self._kernels).norm(config.spec.final_norm)
         self._ends = Weights(embedding, [], norm, DenseLinear(self._head, None), is_tied=False)
 
@@ -159,7 +161,7 @@ class LayerwiseDecoder:
         batch = blank_batch(lengths, lengths, tables)
         batch.token_ids = torch.tensor([token for text in texts for token in text.token_ids]).int()
         device = self._kernels.device
-        hidden = self._decoder(batch).embedded(batch).to(device)  # where the embedding is, on the host
+        hidden = self._run(slice(1), batch).to(device)  # where the embedding is, on the host
         return Stream(texts, batch.to(device), hidden)
 
     def through(self, layer: LayerTensors, stream: Stream, see: See = lambda *_: None) -> Stream:
@@ -168,34 +170,42 @@ class LayerwiseDecoder:
         own = spec.feed_forward
         dense = own.shared if isinstance(own, Experts) else own
         reader = _ReaderAtUse(layer, self._kernels, see, "" if dense is None else dense.activation)
-        weights = load_layer(spec, reader, layer.index, layer.specs, self._config.spec.norm_eps)
-        decoder = self._decoder(stream.batch, layer.index, [weights])
-        hidden, delta = decoder.layers(stream.hidden, stream.batch)
-        return replace(stream, hidden=hidden if delta is None else hidden + delta)
+        weights = load_layer(spec, reader, layer.index, layer.specs)
+        hidden = self._run(slice(1, -1), stream.batch, stream.hidden, layer.index, [weights])
+        return replace(stream, hidden=hidden)
 
     def perplexity(self, stream: Stream) -> float:
         """e to the mean negative log likelihood of the tokens that count, of a stream after the last layer."""
         counted = torch.tensor([mark for text in stream.texts for mark in _counted(text)])
-        rows = stream.hidden[counted.roll(-1).to(stream.hidden.device)]
-        normed = self._decoder(stream.batch).normed(rows, None)
+        rows = counted.roll(-1).nonzero().flatten().int().to(stream.hidden.device)
+        normed = self._run(slice(-1, None), replace(stream.batch, sample_rows=rows), stream.hidden)
         targets = stream.batch.token_ids.cpu()[counted]
         return math.exp(_mean_surprise(normed, targets, self._head, self._config.spec))
 
-    def _decoder(self, batch: Batch, index: int = 0, own: Sequence[LayerWeights] = ()) -> Decoder:
-        """Returns the decoder with one layer alone; without weights, only the parts before and after all layers."""
-        spec = replace(self._config.spec, layers=self._config.spec.layers[index : index + 1])
+    def _run(
+        self,
+        part: slice,
+        batch: Batch,
+        hidden: Tensor | None = None,
+        index: int = 0,
+        own: Sequence[LayerWeights] = (),
+    ) -> Tensor:
+        """Runs a part of the program that has one layer alone, or none: the embedding, that layer, the final norm."""
+        spec = replace(self._config.spec, layers=self._config.spec.layers[index : index + len(own)])
         config, weights = replace(self._config, spec=spec), replace(self._ends, layers=list(own))
         num_blocks = int(batch.block_tables.max()) + 1 if own else 1
         kv = KVCache(KVLayout.of(config, _BLOCK_SIZE), num_blocks, torch.float32, self._kernels.device)
-        return Decoder(config, weights, self._kernels, kv, max(1, batch.max_query_len or 0))
+        decoder = make_decoder(config, weights, self._kernels, kv, max(1, batch.max_query_len or 0))
+        assert isinstance(decoder, Interpreter)
+        return Run(decoder, batch, hidden).through(decoder.program.ops[part])
 
 
 class _ReaderAtUse(Reader):
     """Reads the weights of linear maps when they run."""
 
     def __init__(self, layer: LayerTensors, kernels: Kernels, see: See, activation: str) -> None:
-        super().__init__(layer, replace(kernels, glu=_multiplied_already))
-        self._see, self._glu, self._activation = see, kernels.glu, activation
+        super().__init__(layer, kernels)
+        self._see, self._activation = see, activation
 
     def linear(self, spec: LinearSpec) -> Linear:
         """A linear map that is read when it runs. One of gates and ups multiplies them, too: see `LinearPacker`."""
@@ -215,7 +225,7 @@ class _ReaderAtUse(Reader):
         self._see(spec, x)
         linear = super().linear(spec)
         parts = torch.split(x, _TOKENS_AT_A_TIME)
-        return torch.cat([self._glu(linear(part), self._activation) for part in parts])
+        return torch.cat([glu(linear(part), self._activation) for part in parts])
 
 
 class _ExpertsAtUse(ListedExperts):

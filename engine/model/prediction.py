@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from penstock.engine.config import ModelConfig
-from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.model.parameters import LayerWeights
 from penstock.engine.model.quantize_cache import Checkpoint
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.stacks import unstacked
@@ -25,24 +21,12 @@ from penstock.engine.model.tensors import (
     tensors_of,
 )
 from penstock.engine.model.weights import Reader, load_layer
+from penstock.engine.program.parameters import PredictionWeights
 from penstock.engine.quant.storage import FLOATS, PLAIN, Storage, StoredTensor
 from penstock.engine.quant.storages.names import LAYERS
 from penstock.engine.spec import ModelSpec, Norm, Prediction
 
 _LAYER = f"{LAYERS}0."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionWeights:
-    """See `Prediction`."""
-
-    layer: LayerWeights
-    token_norm: Tensor
-    """[hidden], as the other norms."""
-    features_norm: Tensor
-    final_norm: Tensor
-    map: Linear
-    """Two rows, one after the other -> hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +99,7 @@ def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWei
     """Reads, quantizes if that is asked for, and packs."""
     own, specs, reader = source.own, source.specs(), Reader(source.files, kernels)
     return PredictionWeights(
-        layer=load_layer(own.layer, reader, 0, specs, source.config.spec.norm_eps),
+        layer=load_layer(own.layer, reader, 0, specs),
         token_norm=reader.norm(own.token_norm),
         features_norm=reader.norm(own.features_norm),
         final_norm=reader.norm(own.final_norm),

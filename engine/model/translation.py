@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.linear import Linear, chained
 from penstock.engine.model.drafts import SharedTokens
-from penstock.engine.model.transformer import ForwardPass
+from penstock.engine.program.decoders import ForwardPass
 
 VERY_UNLIKELY = -1e30
 """The logit of a token that is never drafted."""
@@ -48,4 +48,17 @@ class Translation:
 
     def head(self, head: Linear) -> Linear:
         """The output head with a logit for each of the target's tokens."""
-        return chained(head, lambda x: F.pad(x, (0, 1), value=VERY_UNLIKELY).index_select(1, self.columns))
+        return spread(head, self.columns)
+
+
+def spread(head: Linear, columns: Tensor) -> Linear:
+    """An output head with a logit for each token, given its number among the head's own; one past the last is none."""
+    return chained(head, lambda x: F.pad(x, (0, 1), value=VERY_UNLIKELY).index_select(1, columns))
+
+
+def columns_of(drafted: Tensor, vocab: int) -> Tensor:
+    """[vocab] int64: by token, the number of its logit, for a head with logits of the tokens `drafted` alone."""
+    num = len(drafted)
+    columns = torch.full((vocab,), num, device=drafted.device)
+    columns[drafted.long()] = torch.arange(num, device=drafted.device)
+    return columns

@@ -21,16 +21,6 @@ from penstock.engine.kernels.linear import Linear, chained
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.ranks import gathered
 from penstock.engine.kernels.recurrent import StateVectors
-from penstock.engine.model.parameters import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeedForward,
-    LayerEmbeddingWeights,
-    LayerWeights,
-    MlpWeights,
-    StateWeights,
-    Weights,
-)
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import (
     AS_IT_IS,
@@ -46,6 +36,15 @@ from penstock.engine.model.tensors import (
     linear_specs,
     norm_in_our_order,
     packs_embedding,
+)
+from penstock.engine.program.parameters import (
+    AttentionWeights,
+    ExpertsWeights,
+    LayerEmbeddingWeights,
+    LayerWeights,
+    MlpWeights,
+    StateWeights,
+    Weights,
 )
 from penstock.engine.quant.float8 import FLOAT8, Float8, Scaling
 from penstock.engine.quant.formats import DENSE, Format, NamedTensors, by_rows
@@ -106,7 +105,7 @@ def load_weights(
     layers = []
     for layer in range(config.num_layers):
         specs = linear_specs(config, layer, recipe)
-        layers.append(load_layer(config.spec.layers[layer], reader, layer, specs, config.spec.norm_eps))
+        layers.append(load_layer(config.spec.layers[layer], reader, layer, specs))
         files.give_back()
         trim_heap()  # else the C library keeps several freed layers
     final_norm = reader.norm(config.spec.final_norm)
@@ -142,14 +141,8 @@ def _layer_table(reader: Reader, spec: LinearSpec) -> Tensor | Linear:
     return reader.pack(spec, stored) if keeps else reader.embedding(spec, stored)
 
 
-def load_layer(
-    layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec], eps: float
-) -> LayerWeights:
-    """Returns one layer, whose linear maps are given by `specs`.
-
-    Args:
-        eps: of its norms.
-    """
+def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, LinearSpec]) -> LayerWeights:
+    """Returns one layer, whose linear maps are given by `specs`."""
     prefix, embedding = f"{LAYERS}{number}.", layer.embedding
     norms = layer.outer_norms() | ({} if embedding is None else {"per_layer_norm": embedding.norm})
     maps = {} if embedding is None else embedding.maps()
@@ -157,7 +150,7 @@ def load_layer(
     found |= {field: reader.linear(specs[field]) for field in maps}
     return LayerWeights(
         mixer=_mixer(layer.mixer, reader, prefix, specs),
-        feed_forward=_feed_forward(layer.feed_forward, reader, prefix, specs, eps),
+        feed_forward=_feed_forward(layer.feed_forward, reader, prefix, specs),
         scalar=float(reader.read(f"{LAYERS}{number}.{layer.scalar}")) if layer.scalar else 1.0,
         **found,
     )
@@ -193,28 +186,22 @@ def _state_vectors(own: StateMixer, reader: Reader, prefix: str) -> StateVectors
 
 
 def _feed_forward(
-    own: Mlp | Experts | None, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
-) -> FeedForward | None:
+    own: Mlp | Experts | None, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]
+) -> MlpWeights | ExpertsWeights | None:
     if isinstance(own, Experts):
-        return _experts(own, reader, prefix, specs, eps)
+        return _experts(own, reader, prefix, specs)
     return None if own is None else _mlp(own, reader, specs)
 
 
 def _mlp(own: Mlp, reader: Reader, specs: Mapping[str, LinearSpec], prefix: str = "") -> MlpWeights:
-    gate_up, down = (reader.linear(specs[f"{prefix}{field}"]) for field in own.maps())
-    kernels = reader.kernels
-    return MlpWeights(gate_up, down, kernels.glu if own.is_gated else kernels.activated, own.activation)
+    return MlpWeights(*(reader.linear(specs[f"{prefix}{field}"]) for field in own.maps()))
 
 
-def _experts(
-    own: Experts, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec], eps: float
-) -> ExpertsWeights:
+def _experts(own: Experts, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]) -> ExpertsWeights:
     # The shared experts' output on each rank is added to the others', and summed with it.
     parts = {field: replace(spec, sums=False) for field, spec in specs.items()}
     return ExpertsWeights(
         spec=own,
-        kernels=reader.kernels,
-        eps=eps,
         router=reader.linear(specs["router"]),
         gate_up=reader.experts([specs[expert_field(number, "gate_up")] for number in own.own]),
         down=reader.experts([specs[expert_field(number, "down")] for number in own.own]),

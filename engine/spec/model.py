@@ -195,7 +195,7 @@ class ModelSpec:
         """The last layer with a state, or with keys and values of its own: after it, tokens no longer see each other's
         hidden states."""
         keeping = (number for number, own in self.attentions.items() if own.shares is None)
-        return max([*keeping, *self.states])
+        return max([*keeping, *self.states], default=-1)
 
     @property
     def chosen_share(self) -> float:

@@ -19,16 +19,12 @@ from penstock.app.arguments import count, listed
 from penstock.app.measures import measure_memory, measure_peak
 from penstock.engine.cores import num_cores
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import (
-    BLOCK_SIZE,
-    NativeDecoder,
-    NativeHeads,
-    NativeOp,
-    PackedLinear,
-    Team,
-    load_library,
-)
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team, load_library
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.ops import Heads, Op, Program
+from penstock.engine.program.parameters import AttentionWeights
+from penstock.engine.spec import Attention
 
 PROMPT = 512
 _HIDDEN = 16
@@ -50,42 +46,32 @@ class AttentionBench:
         kv_shape = KVShape(num_kv_heads=kv_heads, head_dim=head_dim, block_size=BLOCK_SIZE)
         self.kv = KVCache(KVLayout.even(kv_shape, 1), self.num_blocks, kv_dtype, torch.device("cpu"))
         self.kv.data.zero_()
+        spec = Attention(
+            hidden_size=_HIDDEN,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+        )
         qkv_size = (heads + 2 * kv_heads) * head_dim
-        angles = torch.zeros(context, head_dim // 2)
-        self.decoder = NativeDecoder(
-            team,
-            self.kv,
-            [
-                NativeOp(kind="embed", time="embed"),
-                NativeOp(
-                    kind="linear",
-                    time="qkv",
-                    target="qkv",
-                    linear=_random(team, qkv_size, _HIDDEN),
-                    norm=torch.ones(_HIDDEN),
-                ),
-                NativeOp(
-                    kind="attend",
-                    time="attention",
-                    heads=NativeHeads(
-                        num_heads=heads, cos=angles.cos(), sin=angles.sin(), scale=head_dim**-0.5
-                    ),
-                ),
-                NativeOp(
-                    kind="linear",
-                    time="o",
-                    source="attended",
-                    linear=_random(team, _HIDDEN, self.q_size),
-                    adds=True,
-                ),
-                NativeOp(kind="gather", time="gather"),
-                NativeOp(kind="finish", time="norm", norm=torch.ones(_HIDDEN)),
-            ],
+        own = AttentionWeights(qkv=_random(team, qkv_size, _HIDDEN), o=_random(team, _HIDDEN, self.q_size))
+        angles, norm = torch.zeros(context, head_dim // 2), torch.ones(_HIDDEN)
+        attended = Heads(spec=spec, own=own, cos=angles.cos(), sin=angles.sin())
+        program = Program(
+            ops=(
+                Op(kind="embed", time="embed"),
+                Op(kind="linear", time="qkv", target="qkv", linear=own.qkv, norm=norm),
+                Op(kind="attend", time="attention", heads=attended),
+                Op(kind="linear", time="o", source="attended", linear=own.o, adds=True),
+                Op(kind="gather", time="gather"),
+                Op(kind="finish", time="norm", norm=norm),
+            ),
             hidden_size=_HIDDEN,
             eps=1e-5,
             embedding=torch.randn(_VOCAB, _HIDDEN),
             max_position=context,
         )
+        self.decoder = NativeDecoder(team, self.kv, program)
 
     def seconds(self, batch: Batch) -> float:
         """The time of one step's attention."""

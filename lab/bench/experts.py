@@ -20,14 +20,16 @@ from penstock.app.measures import measure_memory
 from penstock.app.tables import number, table
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeExperts, Team, load_library
+from penstock.engine.kernels.cpu.experts import packed_experts
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team, load_library
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.select import native_kernels
-from penstock.engine.model.parameters import AttentionWeights, ExpertsWeights, LayerWeights, Weights
 from penstock.engine.model.parse import parse_config
-from penstock.engine.model.transformer import make_decoder
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.parameters import AttentionWeights, ExpertsWeights, LayerWeights, Weights
 from penstock.engine.quant.formats import DENSE, Format, NamedTensors, Rounding
 from penstock.engine.quant.quantization import Quantization
 from penstock.engine.spec import Experts, LinearMap, expert_field
@@ -84,8 +86,6 @@ class Model:
         norm, head_norm = torch.ones(self.config.hidden_size), torch.ones(self.config.head_dim)
         experts = ExpertsWeights(
             spec=self.experts,
-            kernels=self.kernels,
-            eps=1e-6,
             router=self._linear(maps["router"]),
             gate_up=self._experts(maps[expert_field(0, "gate_up")]),
             down=self._experts(maps[expert_field(0, "down")]),
@@ -117,16 +117,17 @@ class Model:
 
     @property
     def expert_bytes(self) -> int:
-        own = self._first()
-        return own.gate_up[0].num_bytes + own.down[0].num_bytes
+        return sum(linears[0].num_bytes for linears in self._first())
 
-    def _first(self) -> NativeExperts:
-        return next(op.experts for op in self.decoder.ops if op.experts is not None)
+    def _first(self) -> list[list[PackedLinear]]:
+        """Gates and ups, and the maps after them, of the experts of the first layer."""
+        own = next(op.experts for op in self.decoder.program.ops if op.experts is not None)
+        return [packed_experts(own.gate_up), packed_experts(own.down)]
 
     def dense_seconds(self, rows: int) -> float:
         """The time of so many rows through the linear maps of `top_k` experts, all rows through each."""
-        count, own, total = self.experts.router.top_k, self._first(), 0.0
-        for linears in (own.gate_up, own.down):
+        count, total = self.experts.router.top_k, 0.0
+        for linears in self._first():
             handles = (c_void_p * count)(*[linear.handle for linear in linears[:count]])
             call = self.team.library.call
             total += call("penstock_measure_products", self.team.handle, handles, count, rows, 1) * count

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.checkpoints import MAKERS
-from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
+from lab.bench.parts import Case, load, make_batch
 from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.heap import trim_heap
-from penstock.engine.kernels.cpu.native import NativeDecoder
 from penstock.engine.model.files import open_files
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.quant.storages.names import LAYERS
 
 SHAPES = {shape.name: shape for shape in (LLAMA_135M, HALF_B, LLAMA_TINY)}
@@ -88,6 +88,10 @@ class Peak:
 def _anonymous_bytes() -> int:
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+class NoNativeDecoder(RuntimeError):
+    """The model runs in plain torch here, which unpacks formats."""
 
 
 def measure(shape_name: str, seconds: float, threads: int, root: Path | None = None) -> list[Row]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lab.bench.planning import measure_planning
 from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.program.interpreter import Interpreter
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.spec import GatedDelta, state_floats
 
 NUM_BLOCKS = 1280
@@ -66,21 +70,12 @@ class Work:
     """The size of the numbers that are multiplied: 4 for float32."""
 
 
-class NoNativeDecoder(RuntimeError):
-    """The model runs in plain torch here, whose parts nobody times."""
-
-
 class StepParts:
     """Times steps of a loaded model. Keys, values and states of the context are zeros, which take as long as any."""
 
     def __init__(self, model: LoadedModel) -> None:
-        if model.kernels.team is None or not isinstance(model.decoder, NativeDecoder):
-            raise NoNativeDecoder("the parts of a step can be timed with the native CPU kernels only")
-        assert isinstance(model.lm_head, PackedLinear)
-        self.model = model
-        self.team: Team = model.kernels.team
-        self.layers = model.decoder.linears
-        self.lm_head = model.lm_head
+        self.model, self.lm_head = model, model.lm_head
+        self.layers = model.decoder.linears if isinstance(model.decoder, NativeDecoder) else []
         for slot in range(_MOST_SEQUENCES):
             request = Request(
                 request_id=str(slot), prompt_token_ids=(0,), sampling=SamplingParams(temperature=0)
@@ -109,28 +104,46 @@ class StepParts:
         return time.perf_counter() - started
 
     def timed_step(self, batch: Batch) -> dict[str, Part]:
-        """One step without the host's planning. `call` is what the calls into the library took beside its phases."""
-        self.team.time(True)
+        """One step without the host's planning. `call` is what it took beside its operations."""
+        team = self.model.kernels.team
+        timed = self._by_interpreter if team is None else partial(self._by_team, team)
         started = time.perf_counter()
-        logits = self.lm_head(self.model.decoder(batch))
-        decoded = time.perf_counter()
-        times = self.team.times()
-        self.team.time(False)
+        parts, logits = timed(batch)
+        call_s = time.perf_counter() - started - sum(part.seconds for part in parts.values())
         before = time.perf_counter()
         self._choose(logits)
-        chosen = time.perf_counter()
-        threads = self.team.num_threads
-        parts = {
+        return {**parts, "call": Part(call_s), "choose": Part(time.perf_counter() - before)}
+
+    def _by_team(self, team: Team, batch: Batch) -> tuple[dict[str, Part], Tensor]:
+        team.time(True)
+        logits = self.lm_head(self.model.decoder(batch))
+        times, threads = team.times(), team.num_threads
+        team.time(False)
+        return {
             kind: Part(spent.open_ns / 1e9, 1 - spent.busy_ns / (threads * spent.open_ns))
             for kind, spent in times.items()
             if spent.num_phases
-        }
-        call_s = decoded - started - sum(part.seconds for part in parts.values())
-        return {**parts, "call": Part(call_s), "choose": Part(chosen - before)}
+        }, logits
+
+    def _by_interpreter(self, batch: Batch) -> tuple[dict[str, Part], Tensor]:
+        decoder = self.model.decoder
+        assert isinstance(decoder, Interpreter)
+        times = decoder.times = dict[str, float]()
+        hidden = decoder(batch)
+        decoder.times = None
+        started = time.perf_counter()
+        logits = self.lm_head(hidden)
+        times["head"] = time.perf_counter() - started
+        return {name: Part(seconds) for name, seconds in times.items()}, logits
 
     def work(self, case: Case) -> dict[str, Work]:
-        """The arithmetic of the parts that multiply; the weights, keys, values and states that they read and write."""
-        found = {"attention": self._attention(case), "head": _product(self.lm_head, case.sequences)}
+        """The arithmetic of the parts that multiply; the weights, keys, values and states that they read and write.
+
+        Nothing of linear maps that are not the native kernels'.
+        """
+        found = {"attention": self._attention(case)}
+        if isinstance(self.lm_head, PackedLinear):
+            found["head"] = _product(self.lm_head, case.sequences)
         found |= self._states(case) if self.model.states is not None else {}
         for name in _LINEARS:
             layers = [(i, layer[name]) for i, layer in enumerate(self.layers) if name in layer]
@@ -170,7 +183,7 @@ class StepParts:
             "state": Work(2 * tokens * products, (num_read * numbers + written) * size, size),
         }
 
-    def _choose(self, logits: torch.Tensor) -> None:
+    def _choose(self, logits: Tensor) -> None:
         slots = torch.arange(logits.shape[0], dtype=torch.int32)
         sampler = self.model.sampler
         sampler.sample(logits, slots, torch.zeros_like(slots), sampler.filters(range(logits.shape[0])))

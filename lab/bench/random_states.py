@@ -13,7 +13,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.recurrent import StateVectors
-from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights
+from penstock.engine.program.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights
 from penstock.engine.quant.formats import DENSE
 from penstock.engine.spec import Attention, GatedDelta, Layer, LinearMap, StateMixer
 
@@ -66,7 +66,7 @@ def random_layer(
     own = {name: linear(kernels, map) for name, map in layer.maps().items()}
     feed_forward = None
     if layer.feed_forward is not None:
-        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"), kernels.glu)
+        feed_forward = MlpWeights(own.pop("gate_up"), own.pop("down"))
     if isinstance(mixer, Attention):
         head_norm = ones(mixer.head_dim)
         mixed: AttentionWeights | StateWeights = AttentionWeights(

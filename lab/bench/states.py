@@ -22,15 +22,17 @@ from penstock.app.tables import number, table
 from penstock.engine.config import ModelConfig
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.batch import Batch, blank_batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, Team, load_library
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, Team, load_library
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.select import native_kernels
 from penstock.engine.kernels.state_cache import StateCache, StateLayout
-from penstock.engine.model.parameters import Weights
 from penstock.engine.model.parse import parse_config
-from penstock.engine.model.transformer import make_decoder
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.native_layers import packed
+from penstock.engine.program.parameters import Weights
 from penstock.engine.spec import LinearMap
 
 PROMPT, NUM_SLOTS = 512, 3
@@ -83,7 +85,7 @@ class Model:
     @property
     def num_bytes(self) -> int:
         """The bytes that a token reads."""
-        weights = sum(op.linear.num_bytes for op in self.decoder.ops if op.linear is not None)
+        weights = sum(packed(op.linear).num_bytes for op in self.decoder.program.ops if op.linear is not None)
         return weights + self.states.layout.slot_bytes
 
     def batch(

@@ -23,9 +23,9 @@ from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.kernels.select import triton_kernels
 from penstock.engine.kernels.state_cache import StateCache, StateLayout, StatePlace
-from penstock.engine.model.parameters import Weights
 from penstock.engine.model.parse import parse_config
-from penstock.engine.model.transformer import make_decoder
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.parameters import Weights
 from penstock.engine.spec import GatedDelta, Mamba2, StateMixer
 
 QWEN = GatedDelta(hidden_size=1024, num_key_heads=16, num_value_heads=16, key_dim=128, value_dim=128)

@@ -189,12 +189,18 @@ def with_sinks(scores: Range, values: Range, sinks: Tensor | None) -> tuple[Rang
 
 
 def attention(
-    queries: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    first: int = 0,
 ) -> Range:
     """Attends from queries [n, num_heads, d] of the last n tokens to keys and values [context, num_kv_heads, d].
 
     Args:
         sinks: [num_heads]
+        first: the first position that others see.
 
     Returns:
         [n, num_heads * d], rounded to the queries' dtype.
@@ -205,6 +211,7 @@ def attention(
     hidden = (places > positions) | (places <= positions - (window if window > 0 else context))
     if window < 0:
         hidden |= places < positions // -window * -window
+    hidden |= (places < first) & (places != positions)
     groups = []
     for head in range(num_kv_heads):
         group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)

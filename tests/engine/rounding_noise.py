@@ -24,9 +24,9 @@ from penstock.engine.kernels.ops import Attend, Kernels, reference_kernels
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.safetensors import TensorFiles
-from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import load_weights
 from penstock.engine.planning.request import TokenLogprobs
+from penstock.engine.program.decoders import make_decoder
 from penstock.engine.quant.formats import Format, NamedTensors
 from tests.engine.configs import spread
 from tests.engine.ranges import FUNCTION, UNIT
@@ -130,13 +130,13 @@ class NoisyReference:
             softcap: float = 0.0,
             block_tables: Tensor | None = None,
             sinks: Tensor | None = None,
+            first: int = 0,
         ) -> Tensor:
+            more = scale, softcap, block_tables, sinks, first
             if self.attends_in == torch.float32:
-                attended = attend(queries, layer_kv, window, scale, softcap, block_tables, sinks)
+                attended = attend(queries, layer_kv, window, *more)
                 return self.moved(attended, 2, context + shape.head_dim)
-            attended = attend(
-                self.stored(queries, self.attends_in), layer_kv, window, scale, softcap, block_tables, sinks
-            )
+            attended = attend(self.stored(queries, self.attends_in), layer_kv, window, *more)
             # What rounded weights do is relative to what they add up, as with a sum.
             length = context + shape.head_dim + (unit_of(self.attends_in) / UNIT) ** 2
             return self.moved(attended, 2, length)
@@ -203,7 +203,7 @@ def error_of(
 
     def make(kernels: Kernels) -> Decode:
         weights = load_weights(config, TensorFiles(path), kernels, lambda *_: None)
-        decoder = Decoder(config, weights, kernels, kv, 512)
+        decoder = make_decoder(config, weights, kernels, kv, 512)
         return decoder if hidden else lambda batch: weights.lm_head(decoder(batch))
 
     with torch.inference_mode():

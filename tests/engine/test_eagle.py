@@ -12,6 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.engine.execution import loader
+from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.request import Request, SamplingParams
@@ -21,7 +23,16 @@ from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, ReferenceHead, make_eagle
 from tests.engine.fake_runner import drafting_always
-from tests.engine.test_drafts import SETTINGS, count, drafter_of, preempting, prompt_of, requests_of, run
+from tests.engine.test_drafts import (
+    SETTINGS,
+    answers,
+    count,
+    drafter_of,
+    preempting,
+    prompt_of,
+    requests_of,
+    run,
+)
 
 SLACK = 0.05
 """The tolerance of logits with a deviation of about 1: kernels round more than the oracle, features to 8 bits."""
@@ -131,9 +142,25 @@ def driver(folders: tuple[Path, Path]) -> Driver:
     return Driver(target, num_blocks=256, draft=DraftSource(head))
 
 
+@pytest.fixture(scope="module")
+def in_torch(folders: tuple[Path, Path]) -> Driver:
+    """The same in plain torch, pass by pass."""
+    target, head = folders
+    with pytest.MonkeyPatch.context() as patch:
+        without_native(patch)
+        return Driver(target, num_blocks=256, draft=DraftSource(head))
+
+
+def without_native(patch: pytest.MonkeyPatch) -> None:
+    """Models that are loaded run in plain torch."""
+    patch.setattr(loader, "select", lambda _, device, dtype, *__: reference_kernels(device, dtype))
+
+
+@pytest.mark.parametrize("name", ["driver", "in_torch"])
 def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
-    driver: Driver, folders: tuple[Path, Path]
+    name: str, folders: tuple[Path, Path], request: pytest.FixtureRequest
 ) -> None:
+    driver: Driver = request.getfixturevalue(name)
     target = Target(folders[0])
     oracle = ReferenceHead.of(folders[1], target.embedding)
     requests = requests_of({"temperature": 0.7})
@@ -200,6 +227,13 @@ def test_every_setting(driver: Driver, setting: str) -> None:
     expected = run(driver, requests, None)
     assert run(driver, requests, Lookup(), model=True) == expected
     assert count(driver, "draft").num_drafted > 25
+
+
+def test_plain_torch_says_the_same_with_drafts_and_without(in_torch: Driver) -> None:
+    requests = requests_of(SETTINGS["penalties"])
+    expected = run(in_torch, requests, None)
+    assert answers(run(in_torch, requests, Lookup(), model=True)) == answers(expected)
+    assert count(in_torch, "draft").num_drafted > 25
 
 
 def test_only_tokens_of_the_head_are_drafted(

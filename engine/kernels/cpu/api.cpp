@@ -36,6 +36,15 @@ int32_t status_of(Function function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
+// The sizes of the structures that Python fills in, in the order of structs.py, and 0.
+const int32_t* penstock_sizes() {
+    static const int32_t sizes[] = {
+        sizeof(Shape), sizeof(Router), sizeof(Bend), sizeof(Experts), sizeof(Mixer), sizeof(Op), sizeof(Model), sizeof(Step),
+        sizeof(FactorSource), sizeof(LinearSource), sizeof(BlockRows), sizeof(BlocksSource), sizeof(GatherArgs),
+        sizeof(ChooseArgs), sizeof(LikelyArgs), sizeof(StepTables), sizeof(TableStep), 0};
+    return sizes;
+}
+
 Team* penstock_team_new(int32_t threads) {
     return guarded([&] { return new Team(threads, kSumsBytes); });
 }

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_void_p
 
 import torch
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.library import NativeLibrary, check, expect_ints, fields
+from penstock.engine.kernels.cpu import structs
+from penstock.engine.kernels.cpu.library import NativeLibrary, check, expect_ints
 from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
-
-
-class _Gather(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "lengths prompt_lens last_tokens block_tables"),
-        *fields(c_int32, "num_rows max_blocks"),
-        *fields(c_void_p, "slots query_starts token_ids"),
-        *fields(c_int32, "num_sequences num_tokens num_blocks"),
-        ("out", c_void_p),
-    ]
 
 
 class NativeGather:
@@ -32,7 +22,7 @@ class NativeGather:
     def __init__(self, library: NativeLibrary) -> None:
         self._gather = library.function("penstock_gather")
         self._table: SequenceTable | None = None
-        self._arguments = _Gather()
+        self._arguments = structs.GatherArgs()
 
     def __call__(self, table: SequenceTable, step: StepTokens) -> StepInputs:
         """Makes the inputs of a step; see `engine.kernels.sequence_table.gather`.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.cores import num_cores
-from penstock.engine.kernels.cpu import prebuilt
+from penstock.engine.kernels.cpu import prebuilt, structs
 from penstock.engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
 from penstock.engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
@@ -64,8 +64,14 @@ KINDS = (
 )
 """The kinds of work that a team's phases are parts of; threads.h has the same order."""
 
+BLOCK_SIZE = 16
+"""Tokens per KV block; the layout of the cache is made for it."""
+MAX_ROW = 1 << 15
+"""The numbers of the widest row that goes through the scratch of a thread, `kWidestRow`."""
+
 _POINTER = c_void_p
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "penstock_sizes": (ctypes.POINTER(c_int32), ()),
     "penstock_team_new": (_POINTER, (c_int32,)),
     "penstock_team_free": (None, (_POINTER,)),
     "penstock_team_time": (None, (_POINTER, c_int32)),
@@ -124,6 +130,9 @@ class NativeLibrary:
                 function.argtypes = arguments
         except (OSError, AttributeError) as error:
             raise NativeUnavailable(f"cannot load {path}: {error}") from error
+        sizes, own = self.call("penstock_sizes"), [ctypes.sizeof(struct) for struct in structs.ALL]
+        if sizes[: len(own) + 1] != [*own, 0]:
+            raise NativeUnavailable(f"cannot load {path}: its structures are not those of this version")
 
     def call(self, name: str, *arguments: Any) -> Any:
         return getattr(self._dll, name)(*arguments)
@@ -294,11 +303,6 @@ def check(status: int) -> None:
         raise MemoryError("the native kernels could not get their memory")
     if status:
         raise ValueError(ERRORS[status])
-
-
-def fields(type: type, names: str) -> list[tuple[str, type]]:
-    """Fields of one type in a structure of C, one after another."""
-    return [(name, type) for name in names.split()]
 
 
 def pointer(tensor: Tensor | None) -> int | None:

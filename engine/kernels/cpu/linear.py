@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.engine.errors import CheckpointError
+from penstock.engine.kernels.cpu import structs
 from penstock.engine.kernels.cpu.library import (
     DTYPES,
     Team,
     check,
     created,
-    fields,
     float32,
     freed_with,
     pointer,
 )
+from penstock.engine.kernels.cpu.structs import FactorSource, LinearSource
 from penstock.engine.quant.codebook import Codebook
 from penstock.engine.quant.float8 import BLOCK, Float8
 from penstock.engine.quant.formats import NamedTensors
@@ -42,25 +42,6 @@ BLOCK_TYPES = tuple(TYPES)
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
-
-
-class _Factors(ctypes.Structure):
-    _fields_ = fields(c_void_p, "values units") + fields(c_int32, "type unit_type")
-
-    @classmethod
-    def of(cls, values: Tensor | None, units: Tensor | None = None) -> _Factors:
-        """Scales or offsets; the tensors must stay where they are."""
-        types = [0 if tensor is None else DTYPES[tensor.dtype] for tensor in (values, units)]
-        return cls(pointer(values), pointer(units), *types)
-
-
-class _Source(ctypes.Structure):
-    _fields_ = [
-        *fields(c_int32, "type rows k gated group span is_exact rounding rotation"),
-        ("weight", c_void_p),
-        *fields(_Factors, "scales offsets"),
-        *fields(c_void_p, "permutation bias table"),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +80,30 @@ def _layout(tensors: NamedTensors, format: Integers | Float8 | Codebook) -> _Lay
             return _Layout(_PLACES_TYPE, {**tensors, "table": torch.tensor(format.table)}, format.group_size)
 
 
-class _BlockRows(ctypes.Structure):
-    _fields_ = [
-        ("rows", c_void_p),
-        ("row_bytes", c_int64),
-        *fields(c_int32, "type num_rows raised fault"),
-        ("order", c_void_p),
-    ]
-
-    @classmethod
-    def of(cls, part: BlockRows, format: Integers, kept: list[Tensor]) -> _BlockRows:
-        """Returns the rows of a part of a weight in a format; memory that must stay in place joins `kept`."""
-        rows = part.rows if part.rows.stride(1) == 1 else part.rows.contiguous()
-        order = None if part.order is None else part.order.int().contiguous()
-        kept += [rows] if order is None else [rows, order]
-        return cls(
-            rows=rows.data_ptr(),
-            row_bytes=rows.stride(0),
-            type=BLOCK_TYPES.index(part.blocks.name),
-            num_rows=len(rows),
-            raised=max(format.lowest - part.blocks.groups.lowest, 0),
-            order=pointer(order),
-        )
+def _block_rows(part: BlockRows, format: Integers, kept: list[Tensor]) -> structs.BlockRows:
+    """Returns the rows of a part of a weight in a format; memory that must stay in place joins `kept`."""
+    rows = part.rows if part.rows.stride(1) == 1 else part.rows.contiguous()
+    order = None if part.order is None else part.order.int().contiguous()
+    kept += [rows] if order is None else [rows, order]
+    return structs.BlockRows(
+        rows=rows.data_ptr(),
+        row_bytes=rows.stride(0),
+        type=BLOCK_TYPES.index(part.blocks.name),
+        num_rows=len(rows),
+        raised=max(format.lowest - part.blocks.groups.lowest, 0),
+        order=pointer(order),
+    )
 
 
-class _BlocksSource(ctypes.Structure):
-    _fields_ = [("linear", c_void_p), *fields(c_int32, "has_offset num_parts"), ("parts", c_void_p)]
+def _factors(values: Tensor | None, units: Tensor | None = None) -> FactorSource:
+    """Scales or offsets; the tensors must stay where they are."""
+    types = [0 if tensor is None else DTYPES[tensor.dtype] for tensor in (values, units)]
+    return FactorSource(pointer(values), pointer(units), *types)
 
 
-def _factor_types(parts: Sequence[BlockRows], format: Integers, *, is_row: bool) -> tuple[_Factors, _Factors]:
+def _factor_types(
+    parts: Sequence[BlockRows], format: Integers, *, is_row: bool
+) -> tuple[FactorSource, FactorSource]:
     """The types of scales and offsets that the joined tensors of blocks have, see `_layout`."""
     halves = {part.blocks.half for part in parts}
     half = halves.pop() if len(halves) == 1 else torch.float32
@@ -139,7 +115,7 @@ def _factor_types(parts: Sequence[BlockRows], format: Integers, *, is_row: bool)
             types = (half, torch.float32), (exact, torch.float32)
         case _:
             types = (torch.float32, torch.float32), (torch.float32, torch.float32)
-    scales, offsets = (_Factors(type=DTYPES[own], unit_type=DTYPES[unit]) for own, unit in types)
+    scales, offsets = (FactorSource(type=DTYPES[own], unit_type=DTYPES[unit]) for own, unit in types)
     return scales, offsets
 
 
@@ -234,7 +210,7 @@ class PackedLinear:
         num_rows, in_features = kept["weight"].shape
         biases = self._describe(team, num_rows, in_features, bias, gated)
         self.is_permuted = "permutation" in kept
-        source = _Source(
+        source = LinearSource(
             type=layout.type,
             rows=self.num_rows,
             k=self.in_features,
@@ -245,8 +221,8 @@ class PackedLinear:
             rounding=_ROUNDINGS.index(layout.inputs),
             rotation=layout.rotation,
             weight=kept["weight"].data_ptr(),
-            scales=_Factors.of(kept.get("scale"), kept.get("scale_unit")),
-            offsets=_Factors.of(kept.get("offset", kept.get("zero")), kept.get("offset_unit")),
+            scales=_factors(kept.get("scale"), kept.get("scale_unit")),
+            offsets=_factors(kept.get("offset", kept.get("zero")), kept.get("offset_unit")),
             permutation=pointer(kept.get("permutation")),
             bias=pointer(biases),
             table=pointer(kept.get("table")),
@@ -262,7 +238,7 @@ class PackedLinear:
             CheckpointError: scales or offsets are not finite, or the kernels have no such groups.
         """
         kept: list[Tensor] = []
-        rows = (_BlockRows * len(parts))(*(_BlockRows.of(part, format, kept) for part in parts))
+        rows = (structs.BlockRows * len(parts))(*(_block_rows(part, format, kept) for part in parts))
         in_features = parts[0].in_features
         assert all(part.in_features == in_features for part in parts)
         format.check(in_features)
@@ -270,7 +246,7 @@ class PackedLinear:
         is_row = format.group_size == in_features
         table = torch.tensor(format.table).float() if format.table and not is_row else None
         scales, offsets = _factor_types(parts, format, is_row=is_row)
-        source = _Source(
+        source = LinearSource(
             type=_INTEGER_TYPES[format.bits] if table is None else _INTEGER_PLACES_TYPE,
             rows=self.num_rows,
             k=in_features,
@@ -283,7 +259,7 @@ class PackedLinear:
             bias=pointer(biases),
             table=pointer(table),
         )
-        of_blocks = _BlocksSource(
+        of_blocks = structs.BlocksSource(
             ctypes.addressof(source), format.has_offset, len(parts), ctypes.addressof(rows)
         )
         handle = team.library.call("penstock_linear_of_blocks", team.handle, ctypes.byref(of_blocks))

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_void_p
 
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.library import Team, check, created, expect_ints, fields, float32, freed_with
+from penstock.engine.kernels.cpu.library import Team, check, created, expect_ints, float32, freed_with
+from penstock.engine.kernels.cpu.structs import ChooseArgs, LikelyArgs
 from penstock.engine.sampling.tables import Filters, SamplingTables, num_words
-
-
-class ChooseArguments(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "logits slots numbers token_ids table biases counts masks"),
-        *fields(c_int32, "num_rows vocab num_slots max_biases num_counts top_k top_p"),
-    ]
-
-
-class _Likely(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "logits rows norms token_ids logprobs"),
-        *fields(c_int32, "num_rows vocab num"),
-    ]
 
 
 class NativeChoose:
@@ -35,7 +21,7 @@ class NativeChoose:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._tables: SamplingTables | None = None
-        self._arguments = ChooseArguments()
+        self._arguments = ChooseArgs()
         library = team.library
         self.handle = created(library.call("penstock_chooser_new", team.handle))
         freed_with(self, library, "penstock_chooser_free", self.handle)
@@ -74,7 +60,7 @@ class NativeChoose:
         check(self._choose(self.handle, ctypes.byref(arguments)))
         return token_ids
 
-    def arguments_of(self, tables: SamplingTables) -> ChooseArguments:
+    def arguments_of(self, tables: SamplingTables) -> ChooseArgs:
         """The arguments of a call, with the addresses of the tables; the rows are missing."""
         if tables is not self._tables:
             self._read(tables)
@@ -111,5 +97,5 @@ class NativeMostLikely:
         norms, logprobs = torch.empty((num_rows, 2)), torch.empty((num_rows, num))
         token_ids = torch.empty((num_rows, num), dtype=torch.int32)
         given = (tensor.data_ptr() for tensor in (logits, rows, norms, token_ids, logprobs))
-        check(self._likely(self._team.handle, ctypes.byref(_Likely(*given, num_rows, vocab, num))))
+        check(self._likely(self._team.handle, ctypes.byref(LikelyArgs(*given, num_rows, vocab, num))))
         return norms, token_ids, logprobs

@@ -135,6 +135,7 @@ class TritonAttention:
         softcap: float = 0.0,
         block_tables: Tensor | None = None,
         sinks: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Attends one layer, as `reference.PagedAttention` does; the result is the only tensor that is allocated.
 
@@ -160,6 +161,7 @@ class TritonAttention:
             "BLOCK_STRIDE": layer_kv.stride(1),
             "WINDOWED": window != 0,
             "CHUNK": max(0, -window),
+            "FIRST": first,
         }
         decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
             *arguments,

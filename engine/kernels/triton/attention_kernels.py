@@ -51,6 +51,7 @@ def decode_attention_kernel(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> None:
     """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
 
@@ -103,6 +104,7 @@ def decode_attention_kernel(
         TILE,
         WINDOWED,
         CHUNK,
+        FIRST,
         True,
     )
     if layer_scales is not None:
@@ -146,6 +148,7 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
 ) -> None:
     """Attends one tile of queries of a sequence with more than MAX_DECODE_QUERIES to all that they see.
 
@@ -175,9 +178,10 @@ def prefill_attention_kernel(
     keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
     key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    full_tiles = first_tile if WINDOWED else tl.maximum(first_position + 1, 0) // TILE
+    ALL_MASKED: tl.constexpr = WINDOWED or FIRST > 0
+    full_tiles = first_tile if ALL_MASKED else tl.maximum(first_position + 1, 0) // TILE
     for masked in tl.static_range(2):
-        if masked or not WINDOWED:
+        if masked or not ALL_MASKED:
             summed, top, total = _fold_tiles(
                 summed,
                 top,
@@ -203,6 +207,7 @@ def prefill_attention_kernel(
                 TILE,
                 WINDOWED,
                 CHUNK,
+                FIRST,
                 masked == 1,
             )
     if layer_scales is not None:
@@ -240,6 +245,7 @@ def _fold_tiles(
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Adds the tiles from `first_tile` up to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
@@ -293,6 +299,8 @@ def _fold_tiles(
             scores = 1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFTCAP)))
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
+            if FIRST > 0:
+                visible &= (tokens[None, :] >= FIRST) | (tokens[None, :] == positions[:, None])
             if CHUNK:
                 visible &= tokens[None, :] >= (positions // CHUNK * CHUNK)[:, None]
             elif WINDOWED:

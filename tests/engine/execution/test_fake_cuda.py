@@ -171,12 +171,36 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
     assert "decode_attention_kernel" in cuda.launched
 
 
-def test_a_head_is_not_used_on_a_gpu_and_a_line_says_so(folder: Path, cuda: FakeCuda, tmp_path: Path) -> None:
-    head = make_eagle(tmp_path)
-    runner = Watched(folder, cuda, DraftSource(head), cuda_graphs=False)
-    assert runner.steps.drafter is None
-    assert runner.load().max_drafts
-    assert any(f"the head {head} is not used" in line for line in runner.said)
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_head_reads_its_target_and_itself_without_waiting(
+    folder: Path, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool
+) -> None:
+    """Its later passes are those of a program of their own."""
+    runner = Watched(folder, cuda, DraftSource(make_eagle(tmp_path)), max_drafts=4, cuda_graphs=cuda_graphs)
+    drafter, of_draft, of_chain = runner.steps.drafter, runner.steps.of_draft, runner.steps.of_chain
+    assert drafter is not None
+    assert of_draft is not None
+    assert of_chain is not None
+    assert (len(of_chain.passes.graphs) > 0) == cuda_graphs
+    order = list[str]()
+
+    def watched(name: str, launch: Callable[[Plan], LaunchedStep]) -> Callable[[Plan], LaunchedStep]:
+        def launched(plan: Plan) -> LaunchedStep:
+            order.append(name)
+            with cuda.watching():
+                step = launch(plan)
+                step.choose()
+            step.choose = lambda: None  # type: ignore[method-assign]
+            return step
+
+        return launched
+
+    monkeypatch.setattr(drafter, "_launch", watched("first", of_draft.launch))
+    monkeypatch.setattr(drafter, "_go_on", watched("later", of_chain.launch))
+    drafting = UnpricedDrafting(None, 4, random.Random(0), has_model=True)
+    assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
+    assert not drafting.failed
+    assert "first later later" in " ".join(order)
 
 
 def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:

@@ -31,8 +31,8 @@ from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.select import select
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.model.safetensors import TensorFiles
-from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import make_decoder
 from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config
 
@@ -184,7 +184,9 @@ def test_a_decoder_runs_them_in_the_one_block_that_belongs_to_nobody(tmp_path: P
     kernels = reference_kernels(CPU, torch.float32)
     weights = load_weights(config, TensorFiles(tmp_path), kernels, lambda *_: None)
     shape = KVShape(num_kv_heads=2, head_dim=24, block_size=16)
-    decoder = Decoder(config, weights, kernels, KVCache(KVLayout.even(shape, 3), 1, torch.float32, CPU), 100)
+    decoder = make_decoder(
+        config, weights, kernels, KVCache(KVLayout.even(shape, 3), 1, torch.float32, CPU), 100
+    )
     options = LoadOptions(max_batch_tokens=50, max_num_seqs=7)
     rows = [decoder(batch).shape[0] for batch in largest_batches(options, 100, 1)]
     assert rows == [50, 1], "of logits, with drafts"

@@ -22,15 +22,16 @@ from penstock.engine.fields import Fields
 from penstock.engine.kernels import ops, select
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.cpu import native
-from penstock.engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeUnavailable, PackedLinear
 from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.model.parameters import AttentionWeights, MlpWeights, Weights
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import Recipe
-from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.interpreter import Interpreter
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.parameters import AttentionWeights, MlpWeights, Weights
 from penstock.engine.quant.quantization import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 from tests.engine.kernel_tables import stored_in
@@ -130,7 +131,7 @@ def test_what_computes_the_model_is_said(
 def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: int) -> None:
     said: list[str] = []
     model = load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
-    assert isinstance(model.decoder, Decoder)
+    assert isinstance(model.decoder, Interpreter)
     assert model.kernels.name == "torch"
     assert model.kv.block_size == block_size
     assert model.kv.data.dtype == torch.float32

@@ -24,12 +24,12 @@ from penstock.engine.execution.seats import StepShape
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.launching import launch_fitting
-from penstock.engine.model.transformer import ForwardPass
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
+from penstock.engine.program.decoders import ForwardPass
 from penstock.priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import NoText

@@ -143,6 +143,7 @@ class AttentionInput:
     """The dtype of a quantized cache; None stands for that of queries."""
     window: int = 0
     has_sinks: bool = False
+    first: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -201,6 +202,7 @@ class AttentionInput:
                     self.values[row].to(self.device),
                     self.window,
                     self.sinks,
+                    self.first,
                 )
                 for row, (start, (_, new)) in enumerate(zip(starts, self.lengths, strict=False))
             ],

@@ -13,14 +13,14 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.kernels import reference
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.model.lowering import program
-from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
-from penstock.engine.model.rotary import RotaryTables
-from penstock.engine.model.transformer import Decoder
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.lowering import decoder_program
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from penstock.engine.quant.formats import DENSE
 from tests.engine.configs import llama_config
 
@@ -143,9 +143,7 @@ class NativeModel:
                 mixer=AttentionWeights(
                     qkv=packed(*layer["qkv"]), o=packed(*layer["o"]), q_norm=norms[2], k_norm=norms[3]
                 ),
-                feed_forward=MlpWeights(
-                    packed(*layer["gate_up"], gated=True), packed(*layer["down"]), reference.glu
-                ),
+                feed_forward=MlpWeights(packed(*layer["gate_up"], gated=True), packed(*layer["down"])),
             )
             for layer, norms in zip(checkpoint.layers, checkpoint.norms, strict=True)
         ]
@@ -154,13 +152,7 @@ class NativeModel:
         self.decoder = NativeDecoder(
             team,
             self.kv,
-            program(
-                config.spec, weights, RotaryTables(config.spec, MAX_POSITION), types.embedding or types.linear
-            ),
-            hidden_size=config.hidden_size,
-            eps=config.spec.norm_eps,
-            embedding=embedding,
-            max_position=MAX_POSITION,
+            decoder_program(config.spec, weights, MAX_POSITION, types.embedding or types.linear),
         )
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -188,9 +180,7 @@ class TableModel:
                     q_norm=moved(norms[2]),
                     k_norm=moved(norms[3]),
                 ),
-                feed_forward=MlpWeights(
-                    linear(*layer["gate_up"], gated=True), linear(*layer["down"]), kernels.glu
-                ),
+                feed_forward=MlpWeights(linear(*layer["gate_up"], gated=True), linear(*layer["down"])),
             )
             for layer, norms in zip(checkpoint.layers, checkpoint.norms, strict=True)
         ]
@@ -202,11 +192,12 @@ class TableModel:
             is_tied=config.spec.ties_embeddings,
         )
         self.kv = checkpoint.kv(kernels.kv_dtype, kernels.device)
-        self.decoder = Decoder(config, weights, kernels, self.kv, MAX_POSITION)
+        self.lm_head = weights.lm_head
+        self.decoder = make_decoder(config, weights, kernels, self.kv, MAX_POSITION)
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        return self.decoder.weights.lm_head(self.decoder(batch))
+        return self.lm_head(self.decoder(batch))
 
 
 class PlainModel:

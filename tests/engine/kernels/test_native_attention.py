@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import (
-    BLOCK_SIZE,
-    NativeDecoder,
-    NativeHeads,
-    NativeOp,
-    PackedLinear,
-    Team,
-)
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.ops import Heads, Op, Program
+from penstock.engine.program.parameters import AttentionWeights
 from penstock.engine.quant.rotation import block_size, rotated
+from penstock.engine.spec import Attention
 from tests.engine import ranges
 from tests.engine.kernels.levels import ARM_LEVELS, LEVELS, SHAPE_LEVELS, build_levels, library_of, params
 from tests.engine.kernels.random_model import CPU, NUM_BLOCKS, WITH_TILES, Prompts
@@ -119,31 +116,41 @@ class Layer:
 
         norm = torch.full((hidden,), EXACT)
         half = shape.head_dim // 2
-        heads = NativeHeads(
-            num_heads=shape.q_size // shape.head_dim,
-            cos=COS[:, :half].contiguous(),
-            sin=SIN[:, :half].contiguous(),
+        spec = Attention(
+            hidden_size=hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             scale=shape.head_dim**-0.5,
-            window=shape.window,
+            window=abs(shape.window),
+            is_chunked=shape.window < 0,
+        )
+        eye = torch.eye(hidden)
+        own = AttentionWeights(
+            qkv=linear(torch.eye(shape.qkv_size, hidden)),
+            o=linear(eye.narrow(1, shape.qkv_size, shape.q_size)),
             sinks=shape.sinks,
         )
-        qkv, o = torch.eye(shape.qkv_size, hidden), torch.eye(hidden).narrow(1, shape.qkv_size, shape.q_size)
-        program = [
-            NativeOp(kind="embed", time="embed"),
-            NativeOp(kind="linear", time="qkv", target="qkv", linear=linear(qkv), norm=norm),
-            NativeOp(kind="attend", time="attention", heads=heads, is_sampled=True),
-            NativeOp(kind="gather", time="gather"),
-            NativeOp(kind="linear", time="o", source="attended", linear=linear(o), adds=True),
-            NativeOp(kind="finish", time="norm", norm=norm),
-        ]
+        cos, sin = COS[:, :half].contiguous(), SIN[:, :half].contiguous()
+        heads = Heads(spec=spec, own=own, cos=cos, sin=sin)
+        ops = (
+            Op(kind="embed", time="embed"),
+            Op(kind="linear", time="qkv", target="qkv", linear=own.qkv, norm=norm),
+            Op(kind="attend", time="attention", heads=heads),
+            Op(kind="gather", time="gather"),
+            Op(kind="linear", time="o", source="attended", linear=own.o, adds=True),
+            Op(kind="finish", time="norm", norm=norm),
+        )
         self.decoder = NativeDecoder(
             team,
             self.kv,
-            program,
-            hidden_size=hidden,
-            eps=EXACT**2,
-            embedding=torch.nn.functional.pad(self.embedding, (0, shape.q_size)),
-            max_position=MAX_POSITION,
+            Program(
+                ops=ops,
+                hidden_size=hidden,
+                eps=EXACT**2,
+                embedding=torch.nn.functional.pad(self.embedding, (0, shape.q_size)),
+                max_position=MAX_POSITION,
+            ),
         )
 
     def __call__(self, batch: Batch) -> Tensor:

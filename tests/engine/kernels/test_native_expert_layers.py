@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.native import NativeDecoder, Team
+from penstock.engine.kernels.cpu.native import Team
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.select import native_kernels
-from penstock.engine.model.parameters import (
+from penstock.engine.program.decoders import ForwardPass, make_decoder
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.parameters import (
     AttentionWeights,
     ExpertsWeights,
-    FeedForward,
     LayerWeights,
     MlpWeights,
     Weights,
 )
-from penstock.engine.model.transformer import ForwardPass, make_decoder
 from penstock.engine.quant.formats import DENSE
 from penstock.engine.spec import Activation, Experts, Mlp, Norm, Router, expert_field
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, Checkpoint, Prompts
@@ -100,11 +100,9 @@ def packed(kernels: Kernels, part: Experts, tensors: dict[str, Tensor]) -> Exper
     shared = None
     if part.shared is not None:
         gate_up = linear("shared_gate_up", gated=True)
-        shared = MlpWeights(gate_up, linear("shared_down"), kernels.glu, part.shared.activation)
+        shared = MlpWeights(gate_up, linear("shared_down"))
     return ExpertsWeights(
         spec=part,
-        kernels=kernels,
-        eps=1e-5,
         router=linear("router"),
         gate_up=experts("gate_up", gated=part.activation.is_gated),
         down=experts("down"),
@@ -140,7 +138,7 @@ class Model:
         def linear(name: str, *, gated: bool = False) -> Linear:
             return kernels.linear({"weight": own[name][0]}, DENSE, None, gated=gated)
 
-        feed_forward: FeedForward = MlpWeights(linear("gate_up", gated=True), linear("down"), kernels.glu)
+        feed_forward: MlpWeights | ExpertsWeights = MlpWeights(linear("gate_up", gated=True), linear("down"))
         if isinstance(part, Experts):
             feed_forward = packed(kernels, part, self.parts[number])
         return LayerWeights(

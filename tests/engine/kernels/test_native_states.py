@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import LoadOptions
-from penstock.engine.kernels.cpu.native import NativeDecoder, NativeLibrary, Team
+from penstock.engine.kernels.cpu.native import NativeLibrary, Team
 from penstock.engine.kernels.select import native_kernels
 from penstock.engine.kernels.state_cache import StateCache
+from penstock.engine.program.native import NativeDecoder
 from tests.engine.families import STATES
 from tests.engine.gguf_states import write_state_family
 from tests.engine.kernels.state_layers import check_cuts

@@ -64,11 +64,12 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
     sequences=SEQUENCES,
     window=st.sampled_from([0, 1, 3, 7, -3, -8]),
     has_sinks=st.booleans(),
+    first=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=examples(60))
 def test_paged_attention_is_dense_attention(
-    bound: int, sequences: list[tuple[int, int]], window: int, has_sinks: bool, seed: int
+    bound: int, sequences: list[tuple[int, int]], window: int, has_sinks: bool, first: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, kv = make_batch(sequences), KVCache(KVLayout.even(SHAPE, 1), 1001, torch.float32, CPU)
@@ -83,8 +84,8 @@ def test_paged_attention_is_dense_attention(
         keys, values = torch.randn(2, done + new, KV_HEADS, HEAD_DIM, generator=generator)
         write_kv(kv.layer(0), keys, values, own_slots(batch, row, done + new))
         start = int(batch.query_starts[row])
-        expected.append(ranges.attention(queries[start : start + new], keys, values, window, sinks))
-    found = attention(queries, kv.layer(0), window, sinks=sinks)
+        expected.append(ranges.attention(queries[start : start + new], keys, values, window, sinks, first))
+    found = attention(queries, kv.layer(0), window, sinks=sinks, first=first)
     assert_within(found, concatenated(expected, 0))
 
 

@@ -19,7 +19,7 @@ from penstock.engine.model.families.common import MAX_POSITIONS
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.model.safetensors import TensorEntry, TensorFiles
 from penstock.engine.model.tensors import check_tensors
-from penstock.engine.model.transformer import Decoder
+from penstock.engine.program.interpreter import Interpreter
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
 MOST_BYTES = 4 << 20
@@ -128,11 +128,11 @@ def assert_bounded(model: LoadedModel) -> None:
 
     Where all layers have a sliding window, a sequence may be longer than the cache, up to a bound.
     """
-    assert isinstance(model.decoder, Decoder)
+    assert isinstance(model.decoder, Interpreter)
     most = model.kv.num_blocks * model.kv.block_size
     if model.config.context_window:
         most = max(most, MAX_WINDOWED_TOKENS)
-    assert all(len(cos) <= most for cos, *_ in map(model.decoder.tables.of, model.config.attentions))
+    assert all(len(op.heads.cos) <= most for op in model.decoder.program.ops if op.heads is not None)
     assert model.table.max_blocks <= -(-most // model.kv.block_size) * model.table.num_tables
 
 

@@ -24,11 +24,11 @@ from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model import quantize_cache
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import ExpertsWeights
 from penstock.engine.model.quantize_cache import Checkpoint
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import Recipe, linear_specs, make_recipe
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.parameters import ExpertsWeights
 from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.quant.integers import Integers
 from penstock.engine.quant.quantization import Quantization

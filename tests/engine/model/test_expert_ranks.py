@@ -18,12 +18,13 @@ from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.ranks import Ranks
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import FeedForward
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.tensors import AS_IT_IS, Recipe
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.experts import run_experts
+from penstock.engine.program.parameters import ExpertsWeights
 from penstock.engine.spec import Experts, Mlp, Norm
 from tests.engine.families import SPARSE
 
@@ -98,10 +99,10 @@ def with_shared(folder: Path, **norms: Norm) -> ModelConfig:
 
 def part(
     config: ModelConfig, files: TensorFiles, kernels: Kernels, recipe: Recipe = AS_IT_IS, layer: int = 0
-) -> FeedForward:
+) -> ExpertsWeights:
     """The feed-forward part of a layer."""
     found = load_weights(config, files, kernels, lambda *_: None, recipe).layers[layer].feed_forward
-    assert found is not None
+    assert isinstance(found, ExpertsWeights)
     return found
 
 
@@ -122,13 +123,14 @@ def test_routed_and_shared_experts_are_summed_at_once(
         assert isinstance(experts := own.layers[0].feed_forward, Experts)
         assert len(experts.own) == (8 // size if expert_parallel == "on" else 8)
         files = SplitFiles(open_files(tmp_path), config, own, ranks)
-        made = part(own, files, replace(kernels, ranks=ranks))
+        of_rank = replace(kernels, ranks=ranks)
+        made = part(own, files, of_rank)
         meeting.num_sums = 0
-        return made(x)
+        return run_experts(made, x, of_rank, own.spec.norm_eps)
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(run, range(size)))
-    expected = whole(x)
+    expected = run_experts(whole, x, kernels, config.spec.norm_eps)
     assert expected.abs().max() > 0.1
     for own in found:
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)

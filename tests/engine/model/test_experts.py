@@ -26,7 +26,7 @@ from penstock.engine.model.files import open_files
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import check_tensors
-from penstock.engine.model.transformer import Decoder
+from penstock.engine.program.interpreter import Interpreter
 from penstock.engine.spec import Experts, Mlp, Stack
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, TINY
@@ -109,7 +109,7 @@ def test_logits_are_those_of_transformers_in_both_forms_on_disk(
     with monkeypatch.context() as patched:
         patched.setattr(select, "check_native", refuse)
         plain = load(path)
-    assert isinstance(plain.decoder, Decoder)
+    assert isinstance(plain.decoder, Interpreter)
     check_logits(in_chunks(plain), expected)
     assert torch.equal(in_chunks(load(in_the_other_form(path))), found)
 

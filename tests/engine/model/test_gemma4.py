@@ -14,8 +14,9 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.execution.loader import load_model
 from penstock.engine.fields import Fields
-from penstock.engine.kernels.cpu.native import NativeDecoder
+from penstock.engine.kernels.cpu.native import PackedLinear
 from penstock.engine.model.parse import parse_config
+from penstock.engine.program.native import NativeDecoder
 from tests.engine.families import TINY
 from tests.engine.model.test_transformer import load, logits_of, make_batch
 
@@ -80,9 +81,9 @@ def test_the_table_keeps_the_type_of_the_file_and_small_maps_are_not_quantized(t
     assert logits_of(model, make_batch([(TOKEN_IDS, 0)])).isfinite().all()
     decoder = model.decoder
     assert isinstance(decoder, NativeDecoder)
-    (combine,) = (op for op in decoder.ops if op.kind == "combine")
+    (combine,) = (op for op in decoder.program.ops if op.kind == "combine")
     assert isinstance(combine.rows, torch.Tensor)
     assert combine.rows.dtype == torch.float32
-    (out,) = (op.linear for op in decoder.ops if op.part == 0)
-    assert out is not None
+    (out,) = (op.linear for op in decoder.program.ops if op.part == 0)
+    assert isinstance(out, PackedLinear)
     assert out.activation_dtype != torch.int8

@@ -23,12 +23,12 @@ from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model import quantize_cache
 from penstock.engine.model.files import open_files
 from penstock.engine.model.gguf.config import read_config as gguf_config
-from penstock.engine.model.parameters import MlpWeights, Weights
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.quantize_cache import Checkpoint, quantized
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import Recipe
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.parameters import MlpWeights, Weights
 from penstock.engine.quant import integers
 from penstock.engine.quant.codebook import Codebook
 from penstock.engine.quant.float8 import Float8

@@ -21,13 +21,13 @@ from penstock.engine.kernels.linear import DenseLinear, Linear
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model import quantizing
 from penstock.engine.model.layerwise import LayerTensors
-from penstock.engine.model.parameters import AttentionWeights
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.quantizing import Scheme, check, layer_bytes, quantize
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import make_recipe
 from penstock.engine.model.texts import Outcome, Text, Texts
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.parameters import AttentionWeights
 from penstock.engine.quant.formats import Format, NamedTensors
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 

@@ -15,7 +15,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.reference import rotary
 from penstock.engine.model.parse import parse_config
-from penstock.engine.model.rotary import inverse_frequencies, rotary_tables
+from penstock.engine.program.rotary import inverse_frequencies, rotary_tables
 from penstock.engine.spec import Rope
 from tests.engine.checkpoints import make_config
 from tests.engine.ranges import FUNCTION, gamma

@@ -33,8 +33,8 @@ from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import make_recipe
-from penstock.engine.model.transformer import make_decoder
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import make_decoder
 from penstock.engine.quant.float8 import Float8, Scaling
 from tests.engine.families import STATES, STATES_INSIDE, put_inside
 from tests.engine.model.test_expert_ranks import Meeting, Thread

@@ -17,7 +17,7 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
-from penstock.engine.model.rotary import inverse_frequencies
+from penstock.engine.program.rotary import inverse_frequencies
 from penstock.engine.spec import Rope
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.configs import spread

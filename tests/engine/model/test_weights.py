@@ -16,11 +16,11 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import Recipe, check_tensors
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from penstock.engine.quant.integers import Integers
 from penstock.engine.quant.quantization import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lab.bench.checkpoints import MAKERS
-from lab.bench.formats import CASES, SUBJECTS, Peak, measure
-from lab.bench.parts import NoNativeDecoder
+from lab.bench.formats import CASES, SUBJECTS, NoNativeDecoder, Peak, measure
 from lab.bench.report import print_formats
 from penstock.app.bench.checkpoint import LLAMA_TINY
 

@@ -39,6 +39,7 @@ def step(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    first: int = 0,
     max_query_len: int = 1,
     num_tokens: int = 8192,
 ) -> Iterator[Case]:
@@ -66,6 +67,7 @@ def step(
             window,
             softcap=softcap,
             sinks=empty(num_heads, dtype=torch.float32) if has_sinks else None,
+            first=first,
         )
 
     head = KVHead(group, workspace.block_d, dtype.itemsize)
@@ -118,6 +120,7 @@ CASES = [
     *attention("gpt-oss", _A100, _BLACKWELL, **_SINKS),
     *attention("gpt-oss-windowed", _HOPPER, window=128, **_SINKS),
     *attention("llama4", *_EACH_KIND, group=5, window=-8192),
+    *attention("head", *_EACH_KIND, first=1),
     *_prefill("fifths", _HOPPER, group=5),
     *_decode("small", _A100, group=2, head_dim=64, max_query_len=16, window=512),
     *_decode("llama-drafts", *_EACH_KIND, max_query_len=9),

@@ -57,7 +57,8 @@ class AttentionInput(random_inputs.AttentionInput):
             self.shape,
             workspace or self.workspace(),
         )
-        return attend(self.queries.to(self.device), self.layer_kv, self.window, sinks=self.sinks).cpu()
+        queries = self.queries.to(self.device)
+        return attend(queries, self.layer_kv, self.window, sinks=self.sinks, first=self.first).cpu()
 
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
         assert_within(self.attend(workspace, max_queries), self.expected())
@@ -120,6 +121,16 @@ def test_small_weights_of_small_values_do_not_vanish(device: torch.device) -> No
 @pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
 def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, device: torch.device) -> None:
     AttentionInput(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("first", [1, 20])
+@pytest.mark.parametrize(
+    "lengths", [[(0, 37), (60, 2), (0, 1)], [(70, 1), (0, 1), (31, 1)]], ids=["mixed", "decode"]
+)
+def test_nobody_but_themselves_sees_the_first_tokens(
+    first: int, lengths: Lengths, device: torch.device
+) -> None:
+    AttentionInput(lengths=lengths, first=first, num_kv_heads=1, device=device).check()
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 24, 50])

@@ -34,11 +34,11 @@ from penstock.engine.kernels.triton.tiles import (
     shared_bytes,
 )
 from penstock.engine.model.files import open_files
-from penstock.engine.model.parameters import ExpertsWeights
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.tensors import make_recipe
+from penstock.engine.program.experts import run_experts
 from penstock.engine.quant.formats import DENSE, Format, NamedTensors
 from penstock.engine.quant.integers import Integers
 from penstock.engine.spec import Activation
@@ -133,9 +133,10 @@ def test_ranks_have_some_of_the_experts_or_of_their_rows(
         own = split_config(config, 2, rank, expert_parallel)
         files = SplitFiles(open_files(tmp_path), config, own, ranks)
         kernels = replace(triton_kernels(own, device, torch.float32, LoadOptions()), ranks=ranks)
-        parts.append(part(own, files, kernels)(x))
-    whole = part(config, open_files(tmp_path), reference_kernels(CPU, torch.float32))
-    torch.testing.assert_close((parts[0] + parts[1]).cpu(), whole(x.cpu()), rtol=1e-4, atol=1e-5)
+        parts.append(run_experts(part(own, files, kernels), x, kernels, config.spec.norm_eps))
+    plain = reference_kernels(CPU, torch.float32)
+    whole = run_experts(part(config, open_files(tmp_path), plain), x.cpu(), plain, config.spec.norm_eps)
+    torch.testing.assert_close((parts[0] + parts[1]).cpu(), whole, rtol=1e-4, atol=1e-5)
     assert all(each.abs().max() > 0.1 for each in parts)
 
 
@@ -150,13 +151,13 @@ def test_experts_are_quantized_at_load(
     recipe = make_recipe(config, LoadOptions(quantize=quantize))
     kernels = triton_kernels(config, device, torch.float32, LoadOptions())
     own = part(config, open_files(tmp_path), kernels, recipe, layer=-1)
-    assert isinstance(own, ExpertsWeights)
     assert isinstance(own.gate_up, PackedExperts)
     assert own.gate_up.code is {"int4": Code.UINT4, "fp8": Code.FLOAT8}[quantize]
     plain = replace(reference_kernels(CPU, torch.float32), linear=unpacked)
     x = random(3, config.hidden_size)
-    expected = part(config, open_files(tmp_path), plain, recipe, layer=-1)(x)
-    torch.testing.assert_close(own(x.to(device)).cpu(), expected, rtol=1e-4, atol=1e-5)
+    of_plain, eps = part(config, open_files(tmp_path), plain, recipe, layer=-1), config.spec.norm_eps
+    made = run_experts(own, x.to(device), kernels, eps).cpu()
+    torch.testing.assert_close(made, run_experts(of_plain, x, plain, eps), rtol=1e-4, atol=1e-5)
 
 
 def unpacked(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001

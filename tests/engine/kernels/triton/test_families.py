@@ -14,8 +14,8 @@ from penstock.engine.kernels.state_cache import StateCache, StateLayout
 from penstock.engine.model.files import open_files
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.stacks import unstacked
-from penstock.engine.model.transformer import Decoder
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import make_decoder
 from tests.engine.configs import spread
 from tests.engine.families import SPARSE, STATES, TINY, unlike
 from tests.engine.model.test_transformer import make_batch, oracle_logits
@@ -35,7 +35,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, device: t
     weights = load_weights(config, unstacked(open_files(path), config), kernels, lambda *_: None)
     kv = KVCache(KVLayout.of(config, 16), 48, dtype, device)
     states = StateCache(StateLayout.of(config), 2, device)
-    decoder = Decoder(config, weights, kernels, kv, 64, states)
+    decoder = make_decoder(config, weights, kernels, kv, 64, states)
     found = []
     for start, end in ((0, 33), (33, 34)):
         batch = spread(make_batch([(TOKEN_IDS[:end], start)]), kv.layout)

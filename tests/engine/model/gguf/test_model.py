@@ -23,7 +23,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.execution.loader import load_model
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.batch import Batch, blank_batch
-from penstock.engine.kernels.cpu.native import NativeDecoder, load_library
+from penstock.engine.kernels.cpu.native import load_library
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
@@ -31,10 +31,11 @@ from penstock.engine.kernels.select import native_kernels
 from penstock.engine.model.checkpoint import read_config, read_generation_defaults
 from penstock.engine.model.files import open_files
 from penstock.engine.model.gguf.container import SUPPORTED
-from penstock.engine.model.parameters import AttentionWeights, MlpWeights
 from penstock.engine.model.tensors import check_tensors, make_recipe, row_order
-from penstock.engine.model.transformer import make_decoder
 from penstock.engine.model.weights import load_weights
+from penstock.engine.program.decoders import make_decoder
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.parameters import AttentionWeights, MlpWeights
 from penstock.engine.quant.integers import Factors, Integers
 from penstock.engine.spec import Attention, HeadOrder, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors

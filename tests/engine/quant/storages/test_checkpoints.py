@@ -18,12 +18,12 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.linear import DenseLinear, Linear
 from penstock.engine.kernels.ops import reference_kernels
-from penstock.engine.model.parameters import AttentionWeights, MlpWeights, Weights
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import make_recipe
 from penstock.engine.model.weights import load_weights
 from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.program.parameters import AttentionWeights, MlpWeights, Weights
 from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.quant.integers import Integers
 from tests.engine.driver import Driver

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
-from ctypes import c_int32, c_void_p
 from itertools import chain
 
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.decoder import NativeDecoder
-from penstock.engine.kernels.cpu.library import expect_ints, fields, pointer
+from penstock.engine.kernels.cpu import structs
+from penstock.engine.kernels.cpu.library import expect_ints, pointer
 from penstock.engine.kernels.cpu.linear import PackedLinear
-from penstock.engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
+from penstock.engine.kernels.cpu.sampling import NativeChoose
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.program.native import NativeDecoder
 from penstock.engine.sampling.tables import Filters, SamplingTables
-
-
-class StepTables(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "words lengths prompt_lens last_tokens block_tables"),
-        *fields(c_int32, "num_rows max_blocks num_tables width"),
-        ("choose", ChooseArguments),
-        ("choosable", c_void_p),
-        ("num_choosable", c_int32),
-    ]
-
-
-class SentStep(ctypes.Structure):
-    _fields_ = [
-        ("words", c_void_p),
-        *fields(c_int32, "num_sequences num_tokens num_changes num_blocks top_k top_p has_states num_saves"),
-    ]
 
 
 def tables_of(
@@ -41,7 +23,7 @@ def tables_of(
     table: SequenceTable,
     tables: SamplingTables,
     choosable: Tensor | None = None,
-) -> StepTables:
+) -> structs.StepTables:
     """Returns the arguments that all steps of a model have in common; they point into the tables.
 
     Args:
@@ -58,7 +40,7 @@ def tables_of(
         if not 0 <= int(choosable.min()) <= int(choosable.max()) < vocab:
             raise ValueError(f"logits of tokens beyond a vocabulary of {vocab}")
     columns = (table.words, table.lengths, table.prompt_lens, table.last_tokens, table.block_tables)
-    return StepTables(
+    return structs.StepTables(
         *(column.data_ptr() for column in columns),
         table.num_rows,
         table.max_blocks,
@@ -70,12 +52,14 @@ def tables_of(
     )
 
 
-def sent(step: TableStep, filters: Filters) -> SentStep:
+def sent(step: TableStep, filters: Filters) -> structs.TableStep:
     """The step as the kernels read it, with its words."""
     states = step.state_slots, step.state_saves
     words = array("i", chain(step.slots, step.starts, step.token_ids, step.places, step.values, *states))
     counts = len(step.slots), len(step.token_ids), len(step.places), step.num_blocks
     has_states, num_saves = bool(step.state_slots), len(step.state_saves) // 4
-    made = SentStep(words.buffer_info()[0], *counts, filters.top_k, filters.top_p, has_states, num_saves)
+    made = structs.TableStep(
+        words.buffer_info()[0], *counts, filters.top_k, filters.top_p, has_states, num_saves
+    )
     made.kept = words
     return made

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int32
 
-from penstock.engine.kernels.cpu.decoder import NativeDecoder
 from penstock.engine.kernels.cpu.library import Team, check, created, freed_with
 from penstock.engine.kernels.cpu.linear import PackedLinear
 from penstock.engine.kernels.cpu.sampling import NativeChoose
-from penstock.engine.kernels.cpu.table_steps import sent, tables_of
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
+from penstock.engine.program.native import NativeDecoder
+from penstock.engine.program.native_tables import sent, tables_of
 from penstock.engine.sampling.tables import Filters, SamplingTables
 
 

@@ -1,23 +1,16 @@
-"""The weights of a decoder as it runs them: packed, and on its device."""
+"""The weights of decoders as they are run: packed, and on their device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor
 
-from penstock.engine.kernels.beside import beside
+from penstock.engine.kernels.cpu.linear import PackedLinear
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.linear import Linear
-from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.spec import Experts, StateMixer
-
-FeedForward = Callable[[Tensor], Tensor]
-"""The part of a layer after its mixer: [T, hidden] -> [T, hidden]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +42,11 @@ class StateWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """down(activation(gate) * up): the dense feed-forward part."""
+    """down(activation(gate) * up): the dense feed-forward part, see `Mlp`."""
 
     gate_up: Linear
     """hidden -> gate, up, one after the other; ups alone where there are no gates."""
     down: Linear
-    glu: Callable[[Tensor, str], Tensor]
-    """gate, up -> activation(gate) * up; or activation(up)."""
-    activation: str = "silu"
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        return self.down(self.glu(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +54,6 @@ class ExpertsWeights:
     """Experts, of which a router chooses some for each row, and shared ones: see `Experts`."""
 
     spec: Experts
-    kernels: Kernels
-    eps: float
-    """Of its norms."""
     router: Linear
     """hidden -> logits [experts]."""
     gate_up: ExpertLinear
@@ -88,56 +72,13 @@ class ExpertsWeights:
     shared_norm: Tensor | None = None
     shared_out_norm: Tensor | None = None
 
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """[T, hidden] -> [T, hidden], with one reduction among ranks."""
-        if self.shared is None:
-            return self._normed(self._summed(self.routed(x)), self.experts_out_norm)
-        made, (shared, gate) = beside(
-            x.device, partial(self.routed, x), partial(self._shared, self.shared, x)
-        )
-        if self.experts_out_norm is None and self.shared_out_norm is None:
-            return self._summed(made + _gated(shared, gate))
-        made, shared = self._summed(torch.stack((made, shared)))
-        shared = _gated(self._normed(shared, self.shared_out_norm), gate)
-        return self._normed(made, self.experts_out_norm) + shared
-
-    def routed(self, x: Tensor) -> Tensor:
-        """The weighted sum of the experts of each row, as far as this rank has them."""
-        router, kernels = self.spec.router, self.kernels
-        logits = self.router(self._normed(x, self.router_norm))
-        ids, weights = kernels.route(logits, router, self.choice_bias, self.expert_scale)
-        return kernels.run_experts(
-            self._normed(x, self.experts_norm),
-            ids - self.spec.first if self.spec.first else ids,
-            weights,
-            self.gate_up,
-            self.down,
-            self.spec.activation,
-            weighs_inputs=router.weighs_inputs,
-        )
-
-    def _shared(self, shared: MlpWeights, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the output of shared experts, and the gate [T, 1] that multiplies it once it is normed."""
-        made = shared(self._normed(x, self.shared_norm))
-        return made, None if self.shared_gate is None else self.shared_gate(x).sigmoid()
-
-    def _summed(self, x: Tensor) -> Tensor:
-        return x if self.kernels.ranks is None else self.kernels.ranks.sum(x)
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self.kernels.rms_norm(x, weight, self.eps)
-
-
-def _gated(x: Tensor, gate: Tensor | None) -> Tensor:
-    return x if gate is None else x * gate
-
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
     """The weights of one layer; norms that its description does not have are None."""
 
     mixer: AttentionWeights | StateWeights | None
-    feed_forward: FeedForward | None
+    feed_forward: MlpWeights | ExpertsWeights | None
     input_norm: Tensor | None = None
     """[hidden]"""
     attention_norm: Tensor | None = None
@@ -177,5 +118,36 @@ class Weights:
 
     @property
     def rows(self) -> Tensor | Linear:
-        """The embedding; the output head if it has the same rows."""
-        return self.lm_head if self.is_tied else self.embedding
+        """The embedding; the output head if it has the same rows, and they can be read from it."""
+        return self.lm_head if self.is_tied and isinstance(self.lm_head, PackedLinear) else self.embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleWeights:
+    """The weights of a head as it runs them."""
+
+    layer: LayerWeights
+    """Its qkv reads twice as many numbers as the head is wide."""
+    hidden_norm: Tensor
+    """[hidden], of the features that are read of the target."""
+    fuse: Linear
+    """The target's hidden states, one after another -> hidden."""
+    final_norm: Tensor
+    lm_head: Linear
+    drafted: Tensor | None
+    """int32, the tokens whose logits lm_head makes; None for all."""
+    embedding: Tensor | None
+    """[vocab, hidden]; None if it is the target's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionWeights:
+    """See `Prediction`."""
+
+    layer: LayerWeights
+    token_norm: Tensor
+    """[hidden], as the other norms."""
+    features_norm: Tensor
+    final_norm: Tensor
+    map: Linear
+    """Two rows, one after the other -> hidden."""

@@ -1,0 +1,142 @@
+"""The parts of layers as the native kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.engine.kernels.cpu import structs
+from penstock.engine.kernels.cpu.experts import address, experts_struct, packed_experts, router_struct
+from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.linear import Linear
+from penstock.engine.kernels.state_cache import StateCache
+from penstock.engine.program.ops import Heads
+from penstock.engine.program.parameters import ExpertsWeights, StateWeights
+from penstock.engine.spec import EXPERT_ACTIVATIONS, GatedDelta, Mamba2, ShortConv, StateMixer
+
+MIXERS: tuple[type[StateMixer], ...] = (GatedDelta, Mamba2, ShortConv)
+"""program.h has the same order."""
+
+
+def packed(linear: Linear | None) -> PackedLinear:
+    assert isinstance(linear, PackedLinear)
+    return linear
+
+
+def facts(linear: PackedLinear) -> tuple[int, int, bool]:
+    return linear.in_features, linear.out_features, linear.gated
+
+
+def heads_struct(
+    heads: Heads, shape: KVShape, eps: float, positions: int, kept: list[object]
+) -> structs.Shape:
+    """The fields of a layer's attention; objects that they point to join `kept`.
+
+    Raises:
+        ValueError: a norm or table has another shape than the heads.
+    """
+    spec, own, head_dim = heads.spec, heads.own, shape.head_dim
+    of_rows = own.q_norm is not None and own.q_norm.numel() != head_dim
+    counts = (spec.num_heads, shape.num_kv_heads) if of_rows else (1, 1)
+    ones, angles = torch.ones(head_dim) if spec.norms_values else None, (positions, head_dim // 2)
+    return structs.Shape(
+        num_heads=spec.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=head_dim,
+        norms_rows=of_rows,
+        norms_last=spec.norms_after_rotation,
+        shares=spec.shares is not None,
+        eps=eps,
+        divisor=1.0 / spec.scale,
+        softcap=spec.softcap,
+        q_norm=address(own.q_norm, (counts[0] * head_dim,), kept),
+        k_norm=address(own.k_norm, (counts[1] * head_dim,), kept),
+        v_norm=address(ones, (head_dim,), kept),
+        cos=address(heads.cos, angles, kept),
+        sin=address(heads.sin, angles, kept),
+        q_scales=address(heads.q_scales, (positions,), kept),
+        sinks=address(own.sinks, (spec.num_heads,), kept),
+    )
+
+
+def layer_experts(own: ExpertsWeights, kept: list[object]) -> structs.Experts:
+    """The fields of a layer's experts; objects that they point to join `kept`.
+
+    Raises:
+        ValueError: a part has another shape than the description says.
+    """
+    spec, hidden = own.spec, own.spec.hidden_size
+    gate_up, down = packed_experts(own.gate_up), packed_experts(own.down)
+    if not len(gate_up) == len(down) == len(spec.own):
+        raise ValueError(f"{len(spec.own)} experts expected")
+    _expect("router", [packed(own.router)], (hidden, spec.router.num_experts, False))
+    _expect("gate_up", gate_up, (hidden, spec.inner_size, spec.activation.is_gated))
+    _expect("down", down, (spec.inner_size, hidden, False))
+    made = experts_struct(gate_up, down, spec.activation, spec.router.weighs_inputs, kept)
+    made.router = router_struct(spec.router, own.choice_bias, own.expert_scale, kept)
+    made.first, made.logits = spec.first, packed(own.router).handle
+    if spec.shared is not None:
+        assert own.shared is not None
+        wide, shared = spec.shared.inner_size, (packed(own.shared.gate_up), packed(own.shared.down))
+        _expect("shared_gate_up", shared[:1], (hidden, wide, spec.shared.is_gated))
+        _expect("shared_down", shared[1:], (wide, hidden, False))
+        made.shared_activation = EXPERT_ACTIVATIONS.index(spec.shared.activation)
+        made.shared_gate_up, made.shared_down = (linear.handle for linear in shared)
+        made.shared_gate = None if own.shared_gate is None else packed(own.shared_gate).handle
+    for norm in structs.EXPERT_NORMS:
+        setattr(made, norm, address(getattr(own, norm), (hidden,), kept))
+    kept.append(own)
+    return made
+
+
+def _expect(name: str, linears: Sequence[PackedLinear], expected: tuple[int, int, bool]) -> None:
+    if any(facts(linear) != expected for linear in linears):
+        raise ValueError(f"{name}: {expected} expected (inputs, outputs, gated)")
+
+
+def layer_mixer(
+    own: StateWeights, eps: float, states: StateCache | None, layer: int, kept: list[object]
+) -> structs.Mixer:
+    """The fields of a mixer with a state; objects that they point to join `kept`.
+
+    Args:
+        layer: the layer whose part of the slots it has.
+
+    Raises:
+        ValueError: a vector has another shape than the description says.
+    """
+    spec = own.spec
+    heads, keys, values = spec.state_shape
+    made = structs.Mixer(
+        kind=MIXERS.index(type(spec)),
+        heads=heads,
+        keys=keys,
+        values=values,
+        kernel=spec.kernel,
+        channels=spec.history_channels,
+        eps=eps,
+    )
+    if isinstance(spec, GatedDelta):
+        made.key_heads, made.is_tiled = spec.num_key_heads, spec.is_tiled
+    elif isinstance(spec, Mamba2):
+        made.key_heads = spec.num_groups
+        made.least_step, made.most_step = spec.step_limits
+    shapes = {field: vector.shape for field, vector in spec.vectors().items()}
+    shapes |= {field: (norm.size,) for field, norm in spec.norms().items()}
+    for field, shape in shapes.items():
+        vector = getattr(own.vectors, field)
+        taps = field == "conv"
+        setattr(made, field, address(vector.T if taps else vector, shape[::-1] if taps else shape, kept))
+    if states is not None:
+        place, start = states.layout.places[layer], states.data.data_ptr()
+        for part in ("state", "history", "pending"):
+            setattr(made, part, start + states.data.itemsize * getattr(place, part))
+    return made
+
+
+def mixer_widths(spec: StateMixer) -> dict[str, int]:
+    """The numbers of a row that a mixer reads: by its linear maps; and `out`, those that it makes."""
+    widths = {name: sum(rows.count for rows in map.rows) for name, map in spec.maps().items()}
+    return widths | {"out": spec.maps()["out"].in_features}
