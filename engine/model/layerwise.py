@@ -25,7 +25,7 @@ from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.interpreter import Interpreter, Run
 from penstock.engine.program.parameters import LayerWeights, Weights
 from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
-from penstock.engine.spec import Experts, Mlp, ModelSpec, StateMixer
+from penstock.engine.spec import Experts, Layer, Mlp, ModelSpec, StateMixer
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is called with the inputs [T, in] of a linear map before its weight is read, which it may replace."""
@@ -43,7 +43,7 @@ class LayerTensors(TensorFiles):
     def __init__(self, config: ModelConfig, index: int, files: TensorFiles, device: torch.device) -> None:
         super().__init__(files.path, files.entries, files.own_name)
         self.index = index
-        self.specs = linear_specs(config, index)
+        self.specs = _in_order(config.spec.layers[index], linear_specs(config, index))
         """The linear maps by their field of `LayerWeights`, in the order in which they run."""
         self._spec = config.spec.layers[index]
         self._prefix = f"model.layers.{index}."
@@ -136,6 +136,12 @@ class Stream:
     """The texts, a sequence each."""
     hidden: Tensor
     """[T, hidden] float32"""
+
+
+def _in_order(layer: Layer, specs: dict[str, LinearSpec]) -> dict[str, LinearSpec]:
+    """The linear maps of a layer as they run: both parts of a parallel one read the stream before either adds to it."""
+    late = ("o", "out", "down") if layer.is_parallel else ()
+    return dict(sorted(specs.items(), key=lambda item: item[0] in late))
 
 
 def _names(mixer: StateMixer) -> set[str]:
