@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 
-from penstock.engine.kernels.cpu import build, library, prebuilt
+from penstock.engine.kernels.cpu import build, library, prebuilt, structs
 from penstock.engine.kernels.cpu.levels import LEVELS, Level, this_machine
 from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
 
 KNOWN, FAST = Level("known", (), (), "what every compiler knows"), Level("fast", ("-mfast",), (), "the best")
-STUBS = "\n".join(f'__attribute__((visibility("default"))) void {name}() {{}}' for name in library.SIGNATURES)
+STUBS = "\n".join(
+    f'__attribute__((visibility("default"))) void {name}() {{}}'
+    for name in library.SIGNATURES
+    if name != "penstock_sizes"
+)
+SIZES = """
+__attribute__((visibility("default"))) const int* penstock_sizes() {{
+    static const int sizes[] = {{{}}};
+    return sizes;
+}}"""
+"""The sizes of the structures, which end with 0."""
+FITTING = SIZES.format(", ".join(str(ctypes.sizeof(struct)) for struct in structs.ALL) + ", 0")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +35,7 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         pytest.skip(str(error))
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "api.cpp").write_text(f'extern "C" {{\n{STUBS}\n}}\n')
+    (folder / "api.cpp").write_text(f'extern "C" {{\n{STUBS}{FITTING}\n}}\n')
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     use_levels(monkeypatch, KNOWN)
@@ -63,6 +75,14 @@ def test_it_is_found_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_pat
     found, said = load()
     assert found is not None
     assert (found.path, found.level, said) == (str(path), "known", [])
+
+
+def test_one_with_other_structures_is_refused(sources: Path, place: Path) -> None:
+    (sources / "api.cpp").write_text(f'extern "C" {{\n{STUBS}{SIZES.format("8, 0")}\n}}\n')
+    prebuilt.make(KNOWN, place, print)
+    found, said = load()
+    assert found is None
+    assert said[-1].endswith("its structures are not those of this version")
 
 
 def test_it_is_taken_before_the_compiler_is_asked(place: Path, tmp_path: Path) -> None:
