@@ -166,6 +166,8 @@ class Scheduler(StepResults):
         for sequence in sequences:
             if sequence in self.running:
                 self.preempt(sequence)
+        for plan in plans:
+            self._preempt_torn(plan)
 
     def withdraw_ended(self, plan: Plan) -> bool:
         """Takes the sequences out of a plan that have ended since it was made.

@@ -248,6 +248,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         step.wait()
         self.receive(self.scheduler.fail_step(broken, "broken", self.now))
 
+    @precondition(lambda self: self.flights)
+    @rule()
+    def no_memory_in_flight(self) -> None:
+        """A step finds no memory while it runs, and nothing of what was launched after it counts."""
+        plan = self.plan()
+        if plan.chunks:
+            self.launch(plan)
+        if not self.flights or self.flights[0][0].num_tokens < 2:
+            return
+        plans = []
+        while self.flights:
+            given_up, step = self.flights.popleft()
+            step.wait()
+            plans.append(given_up)
+        self.scheduler.give_up(plans)
+        self.forget()
+
     @rule(room=st.integers(1, 24) | st.just(0), late=st.booleans())
     def memory_is_short(self, room: int, late: bool) -> None:
         """From now on the device refuses larger steps."""
