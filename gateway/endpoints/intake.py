@@ -11,12 +11,10 @@ from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
 from penstock.gateway.access.quotas import Reservation
-from penstock.gateway.endpoints.operation import routes_of
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.errors import ApiError, model_not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
@@ -260,6 +258,3 @@ class Endpoints:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
-
-    def routes(self) -> list[Route]:
-        return routes_of(self)

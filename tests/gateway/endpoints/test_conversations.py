@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from penstock.gateway.access.keys import Access, digest_of
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.endpoints.operation import routes_of
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.refusals import answer_api_error, answer_http_error
 from penstock.gateway.service import Service, ServiceOptions
@@ -100,7 +101,7 @@ class Place:
             ),
         )
         self.app = Starlette(
-            routes=ConversationsApi(service, Intake(service)).routes(),
+            routes=routes_of(ConversationsApi(service, Intake(service))),
             exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
         )
 

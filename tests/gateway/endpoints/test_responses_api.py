@@ -17,6 +17,7 @@ from penstock.engine.planning.request import FinishReason, Request
 from penstock.gateway.access.keys import digest_of
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.endpoints.operation import routes_of
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.refusals import answer_api_error
@@ -33,10 +34,7 @@ RESPONSES = "/v1/responses"
 
 def app_of(gateway: Gateway) -> Any:
     intake = Intake(gateway.service)
-    routes = [
-        *ResponsesApi(gateway.service, intake).routes(),
-        *ConversationsApi(gateway.service, intake).routes(),
-    ]
+    routes = routes_of(ResponsesApi(gateway.service, intake), ConversationsApi(gateway.service, intake))
     handlers: Any = {ApiError: answer_api_error}
     return Starlette(routes=routes, exception_handlers=handlers)
 
