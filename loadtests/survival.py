@@ -37,6 +37,7 @@ class Follower:
     """A client that keeps its reply's id and the number of its last event, and what it was told."""
 
     seed: int
+    max_tokens: int = MAX_TOKENS
     id: str = ""
     position: int = -1
     text: str = ""
@@ -55,16 +56,17 @@ class Follower:
         common = {"model": "penstock-demo", "stream": True}
         match self.path:
             case "/v1/messages":  # it has no seed
-                return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0.0}
+                return {**common, "messages": messages, "max_tokens": self.max_tokens, "temperature": 0.0}
             case "/api/chat":
-                return {**common, "messages": messages, "options": {**sampled, "num_predict": MAX_TOKENS}}
+                options = {**sampled, "num_predict": self.max_tokens}
+                return {**common, "messages": messages, "options": options}
         common = {**common, **sampled, "ignore_eos": True}
         match self.path:
             case "/v1/responses":
-                return {**common, "input": words, "max_output_tokens": MAX_TOKENS, "background": True}
+                return {**common, "input": words, "max_output_tokens": self.max_tokens, "background": True}
             case "/v1/completions":
-                return {**common, "prompt": words, "max_tokens": MAX_TOKENS}
-        return {**common, "messages": messages, "max_tokens": MAX_TOKENS}
+                return {**common, "prompt": words, "max_tokens": self.max_tokens}
+        return {**common, "messages": messages, "max_tokens": self.max_tokens}
 
     def is_whole(self, text: str) -> bool:
         """Returns whether it received this text, every event once."""
@@ -125,7 +127,7 @@ class Follower:
 
 
 class Interrupted:
-    """Kills a server when all clients know their ids, and have had so many more events together."""
+    """Kills a server when so many clients know their ids, all by default, and have had `after` more events together."""
 
     def __init__(
         self,
@@ -133,17 +135,20 @@ class Interrupted:
         followers: list[Follower],
         after: int,
         may_kill: Callable[[list[Follower]], bool],
+        num_known: int = NUM_STREAMS,
     ) -> None:
         self._victim = victim
         self._followers = followers
         self._left = after
         self._may_kill = may_kill
+        self._num_known = num_known
         self.is_over = False
 
     def count(self) -> None:
-        if not self.is_over and all(follower.id for follower in self._followers):
+        known = [follower for follower in self._followers if follower.id]
+        if not self.is_over and len(known) >= self._num_known:
             self._left -= 1
-            if self._left < 0 and self._may_kill(self._followers):
+            if self._left < 0 and self._may_kill(known):
                 self.is_over = True
                 self._victim().process.kill()
 
@@ -152,9 +157,9 @@ def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=NUM_STREAMS + 10))
 
 
-async def undisturbed(url: str) -> list[str]:
-    """The texts of all clients, by seed."""
-    followers = [Follower(seed) for seed in range(NUM_STREAMS)]
+async def undisturbed(url: str, followers: Sequence[Follower] = ()) -> list[str]:
+    """The texts of all clients, or of these, by seed."""
+    followers = followers or [Follower(seed) for seed in range(NUM_STREAMS)]
     async with client(url) as http:
         await asyncio.gather(*(follower.ask(http) for follower in followers))
     assert all(follower.done for follower in followers)

@@ -84,7 +84,8 @@ class Pace:
         """Returns the relative time of steps with drafts, divided by that of steps without."""
         if min(len(self._plain), len(self._drafted)) < _ENOUGH:
             return 1.0
-        return median(self._drafted) / max(median(self._plain), 1e-9)
+        drafted, plain = (max(median(times), 1e-9) for times in (self._drafted, self._plain))
+        return drafted / plain
 
     @property
     def slowness(self) -> float:

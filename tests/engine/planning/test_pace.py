@@ -299,6 +299,13 @@ def test_where_a_device_is_ahead_the_first_step_of_a_turn_counts_in_nothing() ->
     assert pace.pays
 
 
+def test_steps_with_drafts_that_took_no_time_on_a_coarse_clock_have_a_price_above_nothing() -> None:
+    pace = Pace(block=1)
+    for _ in range(40):
+        pace.observe(1, 2, plain_s=0.01, modelled_s=0.01, seconds=0.0 if pace.drafts else 0.01)
+    assert pace.overhead > 0
+
+
 def test_looks_are_so_seldom_that_they_take_a_small_share_of_the_time() -> None:
     for look_s, most in ((1e-6, 1.0), (1e-3, 0.25), (1.0, 0.07)):
         pace, num_looks = Pace(is_watched=True), 0
