@@ -33,13 +33,13 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.drafts import DraftSource, check_draft, shared_tokens
 from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
-from penstock.engine.planning.grammars import Grammars
 from penstock.engine.planning.rehearsal import Rehearsal
 from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import Runner, StepReport
-from penstock.engine.planning.stopping import TextSink
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.grammars import Grammars
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.app import create_app
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
 from penstock.gateway.service import Service, ServiceOptions

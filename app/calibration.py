@@ -12,7 +12,7 @@ from penstock.app.checkpoint import DEMO_MODEL
 from penstock.app.errors import OperatorError
 from penstock.engine.config import ModelConfig
 from penstock.engine.model.texts import Text, Texts
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 PIECE_TOKENS = 512
 """The most tokens of a piece; longer texts are cut."""

@@ -15,7 +15,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
 from penstock.engine.model.gguf.container import SUFFIX, is_gguf, read_header
 from penstock.engine.model.parse import check_family
-from penstock.engine.planning.tekken import FILE as TEKKEN
+from penstock.engine.text.tekken import FILE as TEKKEN
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"

@@ -16,7 +16,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from penstock.engine.model.split import check_split
 from penstock.engine.planning.embedding import Embedding, read_embedding
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.sampling import SamplingDefaults
 

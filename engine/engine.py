@@ -22,8 +22,8 @@ from penstock.engine.launching import goes_beside, launch_fitting, step_load
 from penstock.engine.planning.block_map import BlockMap, block_map
 from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.drafting import Drafting
-from penstock.engine.planning.grammars import ForcedTokens, Grammars
 from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.masks import ForcedTokens, StepMasks
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
 from penstock.engine.planning.request import DraftCount, Output
@@ -41,6 +41,7 @@ from penstock.engine.planning.step import (
     StepReport,
     StepResult,
 )
+from penstock.engine.text.grammars import Grammars
 
 log = logging.getLogger("penstock.engine")
 
@@ -129,7 +130,7 @@ class Engine:
         self._clock = clock
         self._on_state = on_state
         self._prefix_cache = prefix_cache
-        self._grammars = grammars
+        self._masks = None if grammars is None else StepMasks(grammars)
         self._rehearsal = rehearsal
         self._prefix_log = PrefixLog()
         self._scheduler: Scheduler | None = None
@@ -226,8 +227,8 @@ class Engine:
 
     def _serve(self) -> None:
         self._facts = self._runner.load()
-        if self._grammars is not None:
-            self._grammars.prepare()
+        if self._masks is not None:
+            self._masks.prepare()
         if self._rehearsal is not None:
             self._rehearse(self._rehearsal)
         self._scheduler = scheduler = self._new_scheduler()
@@ -266,7 +267,7 @@ class Engine:
             Lookup(),
             facts.max_drafts,
             has_model=facts.has_draft_model,
-            forced=None if self._grammars is None else ForcedTokens(),
+            forced=None if self._masks is None else ForcedTokens(),
             clock=self._clock,
             max_rows=facts.max_rows,
             step_seconds=step_seconds,
@@ -314,10 +315,10 @@ class Engine:
     def _limit(self, scheduler: Scheduler, plan: Plan) -> None:
         """Says which tokens a step may choose; where that depends on tokens in flight, these land first."""
         constrained = [c for c in plan.chunks if c.samples and c.sequence.request.sampling.is_guided]
-        if constrained and self._grammars is not None:
+        if constrained and self._masks is not None:
             if any(chunk.sequence.num_pending > 1 for chunk in constrained):
                 self._land_but(scheduler, 0, is_launching=True)
-            plan.masks = self._grammars.masks(plan)
+            plan.masks = self._masks.of(plan)
 
     def _land_but(
         self, scheduler: Scheduler, num_left: int, planned: Plan | None = None, *, is_launching: bool = False

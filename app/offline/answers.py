@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.planning.request import Output, TokenLogprobs
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing_extensions import TypedDict
 
 from penstock.app.build import Core
 from penstock.app.errors import suggestion
-from penstock.engine.planning.grammar import CompiledGrammar
-from penstock.engine.planning.grammars import GrammarError
 from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams
+from penstock.engine.text.grammar import CompiledGrammar
+from penstock.engine.text.grammars import GrammarError
 from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import bad_words_of, salt_of
 from penstock.gateway.errors import ApiError, invalid

@@ -9,7 +9,7 @@ from penstock.engine.model import parse
 from penstock.engine.model.gguf import config as gguf
 from penstock.engine.model.gguf.container import is_gguf
 from penstock.engine.model.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 
 _LEAST_SHARED = 0.25
 """The share of the model's tokens that a draft model has to have."""

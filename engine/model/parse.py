@@ -11,8 +11,8 @@ from penstock.engine.fields import Fields
 from penstock.engine.model.consolidated import is_consolidated, read_params
 from penstock.engine.model.families import FAMILIES, NOT_YET, Family
 from penstock.engine.model.families.common import CHUNKED, FULL, MAX_POSITIONS, SLIDING
-from penstock.engine.planning.tokenizer import eos_token_id
 from penstock.engine.spec import ModelSpec
+from penstock.engine.text.tokenizer import eos_token_id
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _MODELOPT = {"quant_method": "modelopt"}

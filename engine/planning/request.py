@@ -12,9 +12,9 @@ from enum import StrEnum
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
-from penstock.engine.planning.grammar import Grammar, Guide
 from penstock.engine.planning.states import Prefix, SequenceState
-from penstock.engine.planning.thinking import Thinking, ThinkingBudget
+from penstock.engine.text.grammar import Grammar, Guide
+from penstock.engine.text.thinking import Thinking, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

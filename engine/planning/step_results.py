@@ -23,7 +23,7 @@ from penstock.engine.planning.request import (
 from penstock.engine.planning.sequence_store import SequenceStore
 from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 from penstock.engine.planning.step_limit import StepLimit
-from penstock.engine.planning.thinking import Thinking
+from penstock.engine.text.thinking import Thinking
 
 log = logging.getLogger("penstock.engine")
 

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from penstock.engine.planning.bans import Words
-from penstock.engine.planning.grammar import CompiledGrammar, Grammar
 from penstock.engine.planning.prefix_index import with_hashes
 from penstock.engine.planning.request import Branch, Request, SamplingParams
-from penstock.engine.planning.thinking import ThinkingBudget
+from penstock.engine.text.bans import Words
+from penstock.engine.text.grammar import CompiledGrammar, Grammar
+from penstock.engine.text.thinking import ThinkingBudget
 from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.errors import invalid

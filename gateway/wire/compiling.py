@@ -7,9 +7,9 @@ import math
 import anyio
 import anyio.to_thread
 
-from penstock.engine.planning.grammar import CompiledGrammar
-from penstock.engine.planning.grammar_check import MOST_AT_ONCE
-from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars
+from penstock.engine.text.grammar import CompiledGrammar
+from penstock.engine.text.grammar_check import MOST_AT_ONCE
+from penstock.engine.text.grammars import GrammarError, Grammars, TooManyGrammars
 from penstock.gateway.errors import invalid, refused
 from penstock.gateway.off_loop import FairSemaphore
 from penstock.gateway.wire.structured import Form

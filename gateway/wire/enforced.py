@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.wire.strict import MOST_SHOWN, SHOWN
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tools.use import ToolUse

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 from typing_extensions import TypedDict
 
-from penstock.engine.planning.detokenizer import Spelling, make_detokenizer
 from penstock.engine.planning.request import TokenLogprobs
+from penstock.engine.text.detokenizer import Spelling, make_detokenizer
 from penstock.gateway.wire.writing import Delta, Outputs
 
 _LOWEST_LOGPROB = -9999.0

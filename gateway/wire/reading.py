@@ -10,8 +10,8 @@ from itertools import groupby
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from penstock.engine.planning.grammar import Grammar
-from penstock.engine.planning.thinking import ThinkingBudget
+from penstock.engine.text.grammar import Grammar
+from penstock.engine.text.thinking import ThinkingBudget
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from penstock.engine.planning.bans import Words
-from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import BeamParams, SamplingParams
-from penstock.engine.planning.thinking import ThinkingBudget
 from penstock.engine.planning.windows import most_tokens_of_forks
+from penstock.engine.text.bans import Words
+from penstock.engine.text.grammar import Grammar
+from penstock.engine.text.thinking import ThinkingBudget
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, SamplingFields, as_strings

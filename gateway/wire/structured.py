@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.wire.mistakes import missing

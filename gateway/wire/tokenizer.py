@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
-from penstock.engine.planning.detokenizer import Spelling
+from penstock.engine.text.detokenizer import Spelling
 
 
 class Tokenizer(Spelling, Hashable, Protocol):
-    """The part of `engine.planning.tokenizer.Tokenizer` that the gateway needs."""
+    """The part of `engine.text.tokenizer.Tokenizer` that the gateway needs."""
 
     chat_template: str | None
     special_tokens: dict[str, str]

@@ -27,8 +27,8 @@ from penstock.engine.model.parse import read_config
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport, StepResult
-from penstock.engine.planning.stopping import TextSink
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
 

@@ -16,7 +16,7 @@ from penstock.app.checkpoint import DEMO_MODEL
 from penstock.app.errors import OperatorError
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.texts import Text, Texts
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_checkpoint
 
 WORDS = "a server keeps its promises, and says so when it cannot; "

@@ -21,7 +21,7 @@ from penstock.cluster.upstream import Address
 from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
 from penstock.engine.planning.request import Pooling, Request
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.endpoints.state import MOST_BLOCKS, PATH, SECRET_HEADER

@@ -32,7 +32,7 @@ from demo.train import MODEL
 from penstock.app.checkpoint import DEMO_MODEL
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.eagle import check_eagle, read_eagle
-from penstock.engine.planning.tokenizer import Tokenizer as ServedTokenizer
+from penstock.engine.text.tokenizer import Tokenizer as ServedTokenizer
 from penstock.gateway.wire.prompts import Prompts
 from tests.few import examples
 

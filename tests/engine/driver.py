@@ -14,12 +14,13 @@ from penstock.engine.launching import launch_fitting
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.parallel.leader import Followers, ParallelRunner
 from penstock.engine.planning.drafting import Drafting, Proposer
-from penstock.engine.planning.grammar import CompiledGrammar
-from penstock.engine.planning.grammars import Grammars
+from penstock.engine.planning.masks import StepMasks
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.step import Plan, Runner, StepResult
+from penstock.engine.text.grammar import CompiledGrammar
+from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue
 
 
@@ -81,6 +82,7 @@ class Driver:
             )
         self.folder = folder
         self.grammars = grammars
+        self.masks = None if grammars is None else StepMasks(grammars)
         self.sink = sink or NoText()
         self.facts = self.runs.load()
         self.budget = budget
@@ -131,8 +133,8 @@ class Driver:
     def step(self) -> Plan:
         plan = self.scheduler.plan(0.0)
         self.runs.forget(self.scheduler.take_departed())
-        if self.grammars is not None:
-            plan.masks = self.grammars.masks(plan)
+        if self.masks is not None:
+            plan.masks = self.masks.of(plan)
         result = launch_fitting(self.runs, self.scheduler, plan).wait() if plan.chunks else StepResult([])
         outputs = self.scheduler.commit(plan, result, 0.0)
         if (drafting := self.scheduler.drafting) is not None and plan.chunks:

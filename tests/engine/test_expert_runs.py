@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.planning.grammars import Grammars
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.request import BeamParams, Request, SamplingParams
-from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.grammars import Grammars
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
 from tests.engine.families import SPARSE

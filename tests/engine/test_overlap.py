@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.scheduler import TokenSink
 from penstock.engine.planning.step import Plan
-from penstock.engine.planning.stopping import TextStream
+from penstock.engine.text.stop_strings import TextStream
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
 from tests.engine.workloads import BLOCK_SIZE, Key, Run, Workload, workloads

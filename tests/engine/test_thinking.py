@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.request import Request, SamplingParams, Sequence
-from penstock.engine.planning.thinking import Thinking, ThinkingBudget
+from penstock.engine.text.thinking import Thinking, ThinkingBudget
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import FakeSink, drafting_always, next_token

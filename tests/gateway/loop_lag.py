@@ -34,7 +34,7 @@ from penstock.app.loop import settle_garbage
 from penstock.app.tables import table
 from penstock.engine.model.checkpoint import read_tokenizer
 from penstock.engine.planning.request import FinishReason, Request
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Lane, LanePolicy
 from tests.gateway.harness import MODEL, Gateway, logprobs, make_timings, serving

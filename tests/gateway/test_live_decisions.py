@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loadtests.forked import ForkedServer
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.questions import LEAD
 

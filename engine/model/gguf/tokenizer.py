@@ -17,7 +17,7 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.fields import Fields
 from penstock.engine.model.gguf.config import token_id
 from penstock.engine.model.gguf.container import read_header
-from penstock.engine.planning.tokenizer import Tokenizer, template_of
+from penstock.engine.text.tokenizer import Tokenizer, template_of
 
 Json = dict[str, object]
 

@@ -213,7 +213,7 @@ def _logprobs_of(values: list[Any]) -> list[TokenLogprobs] | None:
 
 
 class Replayer(Protocol):
-    """A Replayer makes the texts of tokens again, as `engine.planning.stopping.TextSink` does."""
+    """A Replayer makes the texts of tokens again, as `engine.planning.text_sink.TextSink` does."""
 
     def replay(
         self, request: Request, token_ids: Collection[int], max_len: int, *, is_whole: bool

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from penstock.engine.planning.grammar import Grammar
 from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.engine.text.grammar import Grammar
 from penstock.gateway.errors import ApiError, gone
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import log_fault

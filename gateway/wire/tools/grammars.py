@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from penstock.engine.planning.exact_numbers import TooComplex, exact_rules
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.text.exact_numbers import TooComplex, exact_rules
+from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, CallForm, Style, ToolFormat

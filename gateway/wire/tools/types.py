@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from penstock.engine.planning.exact_numbers import referred
+from penstock.engine.text.exact_numbers import referred
 
 TEXT = "string"
 _TYPES = frozenset({TEXT, "number", "boolean", "object", "array", "null"})

@@ -14,11 +14,11 @@ from penstock.engine.config import LoadOptions
 from penstock.engine.engine import Engine
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
-from penstock.engine.planning.grammars import Grammars
 from penstock.engine.planning.request import Output
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.step import StepReport
-from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue
 from tests.engine.driver import compiled
 from tests.engine.grammars.test_answers import CONFIG, MIXTURE, TOKENIZER, alone, driver

@@ -12,15 +12,16 @@ import torch
 
 from penstock.app.checkpoint import DEMO_MODEL
 from penstock.engine.model.checkpoint import read_config, read_tokenizer
-from penstock.engine.planning import grammars as module
-from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from penstock.engine.planning.grammars import ForcedTokens, Grammars
+from penstock.engine.planning import masks as module
 from penstock.engine.planning.lookup import Lookup
+from penstock.engine.planning.masks import ForcedTokens, StepMasks
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from penstock.engine.planning.step import Chunk, Plan
-from penstock.engine.planning.stopping import TextSink
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.sampling.tables import Filters
+from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.text.grammars import Grammars
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
 from tests.engine.grammars.schemas import random_schema
@@ -106,7 +107,7 @@ def test_every_answer_of_a_random_model_validates() -> None:
     tokenizer, vocab = make_tokenizer(), 300
     schemas = [random_schema(seed) for seed in range(NUM_SCHEMAS)]
     grammars, sampler = Grammars(tokenizer, (EOS,)), make_sampler(NUM_SCHEMAS, vocab=vocab, eos=(EOS,))
-    going = []
+    going, step_masks = [], StepMasks(grammars)
     for i, schema in enumerate(schemas):
         sampling = SamplingParams(grammar=grammars.compile("", of_schema(schema)))
         going.append(Sequence(Request(request_id=f"r{i}", prompt_token_ids=(5,), sampling=sampling)))
@@ -115,7 +116,7 @@ def test_every_answer_of_a_random_model_validates() -> None:
         sampler.assign(slot, sequence)
     pace, ended = np.random.default_rng(0), list[Sequence]()
     for number in range(120):
-        masks = grammars.masks(Plan([Chunk(sequence, number, 1, samples=True) for sequence in going]))
+        masks = step_masks.of(Plan([Chunk(sequence, number, 1, samples=True) for sequence in going]))
         assert masks is not None
         logits = torch.from_numpy(pace.standard_normal((len(going), vocab)).astype(np.float32))
         for token_id, bias in closing(tokenizer, EOS).items():

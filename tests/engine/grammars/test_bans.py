@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.planning.bans import Bans, bits_of
 from penstock.engine.planning.request import FinishReason, Request
+from penstock.engine.text.bans import Bans, bits_of
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
 from tests.engine.grammars.test_answers import (

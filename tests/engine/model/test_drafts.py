@@ -9,7 +9,7 @@ from penstock.app.checkpoint import DEMO_MODEL
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.drafts import check_draft, shared_tokens
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 from tests.engine.configs import with_windows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.grammar import Grammar
+from penstock.engine.text.grammar import Grammar
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.errors import ApiError
 from penstock.gateway.http.connections import Connection

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.access.quotas import Reservation
 from penstock.gateway.endpoints.operation import Operation, Passing

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from penstock.engine.planning.request import FinishReason
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import Tenant

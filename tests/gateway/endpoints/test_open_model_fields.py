@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from penstock.engine.planning.request import Request
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.endpoints.requests import salt_of, salts_of
 from penstock.priority.lanes import Tenant
 from tests.gateway.harness import (

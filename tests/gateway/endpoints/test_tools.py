@@ -14,8 +14,9 @@ import openai
 import pytest
 import tokenizers
 
+from penstock.engine.planning.masks import start_guide
 from penstock.engine.planning.request import FinishReason, Request
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.harness import (
     MODEL,
@@ -283,7 +284,7 @@ async def test_what_is_asked_for_holds_for_what_follows_reasoning(
     tokenizer = here.service.tokenizer
     for text, is_allowed in [*((text, True) for text in allowed), *((text, False) for text in ruled_out)]:
         known = replace(request, output_token_ids=tuple(tokenizer.encode(text)))
-        guide = here.grammars.start(known)
+        guide = start_guide(known)
         assert guide.matcher is not None
         assert (not guide.error and guide.matcher.is_accepting()) is is_allowed, text
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind, Guide
-from penstock.engine.planning.grammars import Grammars
-from penstock.engine.planning.thinking import Thinking, ThinkingBudget
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.grammar import Grammar, GrammarKind, Guide
+from penstock.engine.text.grammars import Grammars
+from penstock.engine.text.thinking import Thinking, ThinkingBudget
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.errors import ApiError
 from penstock.gateway.limits import Limits
 from penstock.gateway.wire.anthropic.bodies import MessagesBody, as_chat

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
-from penstock.engine.planning.grammar_check import MOST_AT_ONCE
-from penstock.engine.planning.grammars import TooManyGrammars
+from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.text.grammar_check import MOST_AT_ONCE
+from penstock.engine.text.grammars import TooManyGrammars
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.structured import Form

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.wire.enforced import enforced_form, enforced_tools
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tools.use import tool_use

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.grammar import Grammar
+from penstock.engine.text.grammar import Grammar
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.memo import Memo
 from penstock.gateway.wire.reading import Formats

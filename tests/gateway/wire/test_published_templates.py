@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.parsing import answer_of
 from penstock.gateway.wire.prompts import Prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.app.settings import choices
-from penstock.engine.planning.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.parsing import Answer, answer_of
 from penstock.gateway.wire.prompts import Prompts

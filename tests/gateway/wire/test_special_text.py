@@ -10,7 +10,7 @@ import pytest
 from httpx import Response
 
 from penstock.app.checkpoint import DEMO_MODEL
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.gateway.harness import Gateway, chat_body, client, completion_body
 
 TOKENIZER = Tokenizer.load(DEMO_MODEL)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.planning.request import Request
+from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body
 
 pytestmark = pytest.mark.anyio

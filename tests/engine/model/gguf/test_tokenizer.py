@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_tokenizer
-from penstock.engine.planning.tokenizer import Tokenizer, template_of
+from penstock.engine.text.tokenizer import Tokenizer, template_of
 from tests.engine.checkpoints import (
     BOS,
     CHAT_TEMPLATE,

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.engine import EngineState
-from penstock.engine.planning.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from penstock.engine.planning.thinking import ThinkingBudget
+from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
+from penstock.engine.text.thinking import ThinkingBudget
 from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings import registry
 from penstock.gateway.sessions.recordings.recording import Recording

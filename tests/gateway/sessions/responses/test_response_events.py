@@ -17,7 +17,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
 from penstock.engine.planning.request import FinishReason, Output, TokenLogprobs
-from penstock.engine.planning.stopping import TextSink
+from penstock.engine.planning.text_sink import TextSink
 from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
 from penstock.gateway.sessions.recordings.recording import Recording

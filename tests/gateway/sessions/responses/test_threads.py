@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.app.checkpoint import DEMO_MODEL
-from penstock.engine.planning.detokenizer import make_detokenizer
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.detokenizer import make_detokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.errors import ApiError
 from penstock.gateway.sessions.responses.threads import Thread, extend, splice
 from penstock.gateway.wire.conversation import TemplateMessage as Message

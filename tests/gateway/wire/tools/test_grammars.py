@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind
-from penstock.engine.planning.grammars import Grammars, source_of
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammars import Grammars, source_of
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.wire.parsing import answer_of
 from penstock.gateway.wire.reading import NONE, Formats, Reading
 from penstock.gateway.wire.reasoning import REASONING_FORMATS

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher
 
-from penstock.engine.planning.grammar import Grammar, GrammarKind
-from penstock.engine.planning.grammars import Grammars, source_of
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammars import Grammars, source_of
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.wire.parsing import Answer, ReplyParser, answer_of
 from penstock.gateway.wire.reading import Formats, Reading
 from penstock.gateway.wire.reasoning import REASONING_FORMATS

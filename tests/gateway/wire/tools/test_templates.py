@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from penstock.engine.planning.grammar import GrammarKind
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.grammar import GrammarKind
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.errors import ApiError
 from penstock.gateway.wire.conversation import as_call
 from penstock.gateway.wire.parsing import Answer

@@ -12,8 +12,8 @@ from jinja2 import Environment
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from penstock.engine.errors import CheckpointError
-from penstock.engine.planning import tokenizer
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text import tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer().to_str())

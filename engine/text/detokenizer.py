@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Spelling(Protocol):
-    """The part of `engine.planning.tokenizer.Tokenizer` that texts are spelt with."""
+    """The part of `engine.text.tokenizer.Tokenizer` that texts are spelt with."""
 
     is_byte_level: bool
     special_ids: frozenset[int]

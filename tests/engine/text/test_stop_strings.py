@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from penstock.engine.planning.stopping import StopStrings, TextSink, TextStream
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.stop_strings import StopStrings, TextStream
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer
 from tests.few import examples
 

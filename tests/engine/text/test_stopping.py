@@ -3,10 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.planning.detokenizer import make_detokenizer
 from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from penstock.engine.planning.stopping import StopStrings, TextSink, TextStream
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.detokenizer import make_detokenizer
+from penstock.engine.text.stop_strings import StopStrings, TextStream
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer
 
 TOKENIZER = Tokenizer(byte_level_tokenizer().to_str())

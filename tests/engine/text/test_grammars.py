@@ -14,12 +14,13 @@ import pytest
 import tokenizers
 from pydantic import TypeAdapter
 
-from penstock.engine.planning import grammars as module
-from penstock.engine.planning.grammar import Grammar, GrammarKind, Guide
-from penstock.engine.planning.grammar_check import GrammarCheck
-from penstock.engine.planning.grammars import GrammarError, Grammars, TooManyGrammars, source_of
+from penstock.engine.planning.masks import start_guide
 from penstock.engine.planning.request import Request, SamplingParams
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text import grammars as module
+from penstock.engine.text.grammar import Grammar, GrammarKind, Guide
+from penstock.engine.text.grammar_check import GrammarCheck
+from penstock.engine.text.grammars import GrammarError, Grammars, TooManyGrammars, source_of
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.gateway.harness import EOS, make_tokenizer, tokenizer_json
 
 TOKENIZER = make_tokenizer()
@@ -38,7 +39,7 @@ def guide(grammars: Grammars, grammar: Grammar, text: str = "") -> Guide:
         sampling=SamplingParams(grammar=grammars.compile("tenant", grammar)),
         output_token_ids=tuple(TOKENIZER.encode(text)),
     )
-    return grammars.start(request)
+    return start_guide(request)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_waiting_request_keeps_its_grammar_compiled(monkeypatch: pytest.Monkey
     waiting = [request_of(grammars.compile("t", Grammar(REGEX, text))) for text in texts]
     assert compiled == texts
     for request in [*waiting, *(replace(request, n=2) for request in waiting)]:
-        assert not grammars.start(request).error
+        assert not start_guide(request).error
     assert grammars.find("t", Grammar(REGEX, "a0")) is waiting[0].sampling.grammar
     assert compiled == texts
     del waiting, request
@@ -222,7 +223,7 @@ def test_requests_have_a_bounded_number_of_grammars(monkeypatch: pytest.MonkeyPa
 def test_the_step_thread_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(TOKENIZER, (EOS,))
     compiled = noting(grammars, monkeypatch)
-    assert grammars.start(request_of(Grammar(REGEX, "a"))).error == "the grammar was not compiled"
+    assert start_guide(request_of(Grammar(REGEX, "a"))).error == "the grammar was not compiled"
     assert not compiled
 
 
@@ -263,4 +264,4 @@ def test_a_model_without_an_end_token_is_served_and_follows_no_grammar(
     with pytest.raises(GrammarError, match="names no token that ends an answer"):
         grammars.compile("tenant", Grammar(REGEX, "a"))
     params = SamplingParams(allowed_token_ids=(5,))
-    assert grammars.start(Request(request_id="r", prompt_token_ids=(1,), sampling=params)).error == ""
+    assert start_guide(Request(request_id="r", prompt_token_ids=(1,), sampling=params)).error == ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.engine.planning.bans import Bans
+from penstock.engine.text.bans import Bans
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

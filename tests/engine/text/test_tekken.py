@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.errors import CheckpointError
-from penstock.engine.planning.tokenizer import Tokenizer, eos_token_id
+from penstock.engine.text.tokenizer import Tokenizer, eos_token_id
 
 PATTERN = r"\s?\w+|\s+|[^\s\w]+"
 PIECES = [bytes([byte]) for byte in range(256)]

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import models
 
 from penstock.engine.errors import CheckpointError
-from penstock.engine.planning import tekken
+from penstock.engine.text import tekken
 
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _COUNTED_AT_ONCE = 64 * 1024

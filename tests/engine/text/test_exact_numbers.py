@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from penstock.engine.planning.exact_numbers import TooComplex, _between, exact_rules
-from penstock.engine.planning.grammar import Grammar, GrammarKind
-from penstock.engine.planning.grammars import GrammarError, source_of
+from penstock.engine.text.exact_numbers import TooComplex, _between, exact_rules
+from penstock.engine.text.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammars import GrammarError, source_of
 
 LARGE = 1098765432109876543
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.detokenizer import make_detokenizer
-from penstock.engine.planning.tokenizer import Tokenizer
+from penstock.engine.text.detokenizer import make_detokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 from tests.few import examples
 
