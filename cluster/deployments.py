@@ -90,7 +90,7 @@ def replicas(args: dict[str, Any]) -> Any:
         # Processes that replace others need room beside them: without it they would be waited for in vain.
         options["max_surge_percent"] = 100
     resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-    return _application(Replica, plan, plan.replica_version(), resources, **options)
+    return _application(ReplicaKeeper, plan, plan.replica_version(), resources, **options)
 
 
 def switches(args: dict[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def switches(args: dict[str, Any]) -> Any:
     num_machines = len(machines())
     num = plan.switches or num_machines
     options = {"num_replicas": num, "max_replicas_per_node": -(-num // num_machines)}
-    return _application(Switch, plan, plan.switch_version(), {"num_cpus": 0}, **options)
+    return _application(SwitchKeeper, plan, plan.switch_version(), {"num_cpus": 0}, **options)
 
 
 def machines() -> list[str]:
@@ -261,7 +261,7 @@ class Keeper:
             await self._directory.leave.remote(self._name)
 
 
-class Replica(Keeper):
+class ReplicaKeeper(Keeper):
     """Keeps a `penstock serve`."""
 
     _kind = "replica"
@@ -293,7 +293,7 @@ class Replica(Keeper):
             self._child.ask_to_end()
 
 
-class Switch(Keeper):
+class SwitchKeeper(Keeper):
     """Keeps a `penstock switch`, and the file that it reads the replicas from."""
 
     _kind = "switch"

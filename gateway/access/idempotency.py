@@ -23,7 +23,7 @@ RESUMABLE_HEADER = "x-penstock-resumable"
 KEPT_S = 600.0
 MAX_KEY_CHARS = 255
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Idempotency:
         key: str | None,
         body: object,
         reply_id: str,
-        make: Callable[[], Awaitable[Made]],
-    ) -> Made | str:
+        make: Callable[[], Awaitable[_Made]],
+    ) -> _Made | str:
         """Returns what `make` makes under `reply_id`, or the id of the reply that was made for this key before.
 
         If nothing is made, because `make` raises, the key is as good as new. Without a key it is made every time.
@@ -99,7 +99,7 @@ class Idempotency:
             if (key_digest := await _USED.get(self._store, tenant, reply_id)) is not None:
                 await self._store.delete(Key(_CLAIMS.kind, tenant, key_digest))
 
-    async def _make(self, claim_key: Key, make: Callable[[], Awaitable[Made]]) -> Made:
+    async def _make(self, claim_key: Key, make: Callable[[], Awaitable[_Made]]) -> _Made:
         try:
             return await make()
         except BaseException:

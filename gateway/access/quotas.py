@@ -59,7 +59,7 @@ ANTHROPIC_HEADERS = [
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Reservation:
+class QuotaReservation:
     """A reservation is one request's part of its tenant's quota, until `end`.
 
     Its lease is renewed for as long as somebody holds it: one that is lost without an end is over after `LEASE_S`.
@@ -96,14 +96,14 @@ class Quotas:
         self._store = store
         self._clock = clock
         self._wall_clock = wall_clock
-        self._open: WeakSet[Reservation] = WeakSet()
+        self._open: WeakSet[QuotaReservation] = WeakSet()
         self._outputs: dict[str, deque[tuple[float, int]]] = {}
         """The end times and token counts of each tenant's last answers."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(
         self, client: Client, num_prompt_tokens: int, max_output_tokens: int, lease_id: str
-    ) -> Reservation:
+    ) -> QuotaReservation:
         """Reserves room for one request with all its prompts and choices. A store in trouble refuses nobody.
 
         Without an id of a lease it does not count as one at work, and has no end.
@@ -112,9 +112,9 @@ class Quotas:
             ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
         """
         if client.quota is UNBOUNDED or client.quota == UNBOUNDED:
-            return Reservation(self, client, lease_id, num_prompt_tokens)
+            return QuotaReservation(self, client, lease_id, num_prompt_tokens)
         windows = windows_of(client.quota, self._wall_clock())
-        reservation = Reservation(self, client, lease_id, num_prompt_tokens, windows)
+        reservation = QuotaReservation(self, client, lease_id, num_prompt_tokens, windows)
         num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens) if lease_id else 0
         try:
             grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id, windows)
@@ -131,8 +131,8 @@ class Quotas:
             self._open.add(reservation)
         return reservation
 
-    def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
-        """Charges the used tokens; `Reservation.end` calls it."""
+    def settle(self, reservation: QuotaReservation, num_tokens_used: int) -> None:
+        """Charges the used tokens; `QuotaReservation.end` calls it."""
         tenant, quota = reservation.client.tenant.name, reservation.client.quota
         if quota == UNBOUNDED:
             return
@@ -202,7 +202,7 @@ class Quotas:
             return FIRST_GUESS_TOKENS
         return recent[math.ceil(_QUANTILE * len(recent)) - 1]
 
-    def _release(self, reservation: Reservation) -> None:
+    def _release(self, reservation: QuotaReservation) -> None:
         self._spawn(self._store.release(reservation.client.tenant.name, reservation.lease_id))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

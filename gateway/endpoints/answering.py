@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.gateway.access.idempotency import HEADER, RESUMABLE_HEADER, idempotency_key
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.background import meanwhile
 from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import Handler, Operation
@@ -223,7 +223,7 @@ class Sender(Response, ABC):
         self,
         service: Service,
         reader: Live | Reader,
-        reservation: Reservation | None,
+        reservation: QuotaReservation | None,
         *,
         streamed: bool,
         at_once: bool = False,

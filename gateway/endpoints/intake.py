@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import Client
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.errors import ApiError, model_not_found, unavailable, unsupported
 from penstock.gateway.http.correlation import CORRELATION
@@ -169,7 +169,7 @@ class Intake:
         if name is not None and name not in self._service.options.models:
             raise model_not_found(name)
 
-    async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
+    async def reserve(self, client: Client, requests: Sequence[Request]) -> QuotaReservation:
         """Reserves room for these requests in the client's quota; raises 429 if there is none."""
         with self._noting_refusals(Lane(requests[0].lane)):
             return await self._service.quotas.reserve(

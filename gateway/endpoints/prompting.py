@@ -22,7 +22,7 @@ from penstock.gateway.sessions.responses.schemas import InputTokensBody, Respons
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
 from penstock.gateway.wire import decisions, embeddings, schemas
 from penstock.gateway.wire.anthropic import bodies as anthropic
-from penstock.gateway.wire.ask import Ask, Conversation, Infill, Texts, Turn, chat_ask, completion_ask
+from penstock.gateway.wire.ask import Ask, ChatPrompt, Infill, Texts, Turn, chat_ask, completion_ask
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.llama import bodies as llama
@@ -131,7 +131,7 @@ class Prompting:
             thread: the one that a turn continues.
         """
         match ask.input:
-            case Conversation() as conversation:
+            case ChatPrompt() as conversation:
                 return [await self._conversation(ask, conversation)]
             case Turn() as turn:
                 return [await self._turn(ask, turn, thread)]
@@ -176,7 +176,7 @@ class Prompting:
 
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
 
-    async def _conversation(self, ask: Ask, conversation: Conversation) -> list[int]:
+    async def _conversation(self, ask: Ask, conversation: ChatPrompt) -> list[int]:
         messages, before = conversation.messages, conversation.before
         if ask.cuts_start:
             before = before[-(self._context_length - 1) :]

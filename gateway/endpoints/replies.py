@@ -36,7 +36,7 @@ from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
 from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, RerankWriter, ScoreBody, ScoreWriter
 from penstock.gateway.wire.embeddings import EmbeddingWriter as VectorWriter
-from penstock.gateway.wire.labels import Steps
+from penstock.gateway.wire.labels import LabelSteps
 from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody
 from penstock.gateway.wire.llama.replies import LlamaWriter
 from penstock.gateway.wire.ollama.bodies import (
@@ -328,7 +328,7 @@ def _is_chat(inbound: Inbound) -> bool:
 
 
 def _decisions_writer(
-    make: Callable[[str, Sequence[Question], Sequence[Sequence[Steps]]], WholeWriter[Counts]],
+    make: Callable[[str, Sequence[Question], Sequence[Sequence[LabelSteps]]], WholeWriter[Counts]],
     head: Head,
     inbound: Inbound,
     made: Made,

@@ -22,10 +22,10 @@ from penstock.gateway.service import Service
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
-from penstock.gateway.wire.ask import Ask, Conversation, Turn
+from penstock.gateway.wire.ask import Ask, ChatPrompt, Turn
 from penstock.gateway.wire.efforts import Reasoned
 from penstock.gateway.wire.enforced import enforced_form, enforced_tools
-from penstock.gateway.wire.labels import Steps, label_branches
+from penstock.gateway.wire.labels import LabelSteps, label_branches
 from penstock.gateway.wire.questions import Question, Questions
 from penstock.gateway.wire.reading import PLAIN, Reading, needs_grammar
 from penstock.gateway.wire.sampling import (
@@ -73,7 +73,7 @@ class Made:
     reading: Reading = PLAIN
     echoes: Sequence[str] = ()
     """The texts of the prompts, if choices begin with them."""
-    steps: Sequence[Sequence[Steps]] = ()
+    steps: Sequence[Sequence[LabelSteps]] = ()
     """The steps of each question's labels."""
 
 
@@ -134,7 +134,7 @@ class RequestMaker:
             ApiError: 400, if the model cannot call tools, or cannot be held to their schemas.
         """
         ask, formats = inbound.ask, self._service.formats
-        if not isinstance(ask.input, Conversation | Turn):
+        if not isinstance(ask.input, ChatPrompt | Turn):
             return Guidance(grammar=answer)
         reading = formats.reading(prompt, ask.tools, shows_reasoning=ask.shows_reasoning)
         form = await self._form(inbound, prompting, prompt, reading, answer and answer.plain)
@@ -289,10 +289,10 @@ class RequestMaker:
 
     async def _branches(
         self, questions: Sequence[Question], rests: list[list[int]], prompting: Prompting
-    ) -> tuple[tuple[Branch, ...], list[list[Steps]]]:
+    ) -> tuple[tuple[Branch, ...], list[list[LabelSteps]]]:
         ends = self._service.options.eos_token_ids
 
-        def branches() -> tuple[tuple[Branch, ...], list[list[Steps]]]:
+        def branches() -> tuple[tuple[Branch, ...], list[list[LabelSteps]]]:
             labels = [self._labels(question) for question in questions]
             self._check_number(len(questions), sum(len(label) - 1 for texts in labels for label in texts))
             return label_branches(list(zip(rests, labels, strict=True)), ends)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import cast
 
 from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, log_fault
@@ -75,7 +75,7 @@ class Generation:
         self.left = False
         self.kept: dict[int, Delta] = {}
         """The whole output of each choice, if it is kept to the end."""
-        self.reservation: Reservation | None = None
+        self.reservation: QuotaReservation | None = None
         """The part of the tenant's quota that it may use."""
         self.was_begun = False
         """Whether a request had reached the engine when it was cancelled, so that its prompt may have been computed."""
@@ -190,7 +190,7 @@ class Live(Generation):
     def __init__(
         self,
         requests: list[Request],
-        reservation: Reservation,
+        reservation: QuotaReservation,
         writer: WholeWriter[Counts],
         *,
         streamed: bool = False,

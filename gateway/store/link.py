@@ -42,7 +42,7 @@ _BACKSTOP_S = 5.0
 Argument: TypeAlias = str | bytes | int | float
 Command: TypeAlias = tuple[Argument, ...]
 """A Command may call a script, by its SHA-1; the script is sent as a whole only if Redis does not have it."""
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 log = logging.getLogger("penstock.store")
 
 
@@ -57,7 +57,7 @@ def batch_of(sizes: Iterable[int], most: int = MAX_COMMANDS) -> int:
     return number
 
 
-def batched(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def batched(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     """Yields the items, so many at a time as go in one call."""
     return (items[start : start + MAX_COMMANDS] for start in range(0, len(items), MAX_COMMANDS))
 

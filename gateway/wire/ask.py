@@ -32,7 +32,7 @@ from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class ChatPrompt:
     """Messages of which the chat template makes one prompt."""
 
     messages: Sequence[Message]
@@ -97,7 +97,7 @@ class Infill:
     """The names and texts of other files of the project."""
 
 
-Input = Conversation | Turn | Questions | Infill | tuple[Texts, ...]
+Input = ChatPrompt | Turn | Questions | Infill | tuple[Texts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ def chat_ask(body: ChatBody, limits: Limits) -> Ask:
     return Ask(
         model=body.model,
         field="messages",
-        input=Conversation(
+        input=ChatPrompt(
             messages=body.messages,
             variables=body.chat_template_kwargs,
             documents=body.documents or (),

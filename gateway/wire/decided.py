@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import exp, fsum, log
 
 from penstock.gateway.wire.frames import response_usage_of, timings_of
-from penstock.gateway.wire.labels import Steps
+from penstock.gateway.wire.labels import LabelSteps
 from penstock.gateway.wire.questions import Option, Question
 from penstock.gateway.wire.writing import Counts, Outputs
 
@@ -14,7 +14,9 @@ from penstock.gateway.wire.writing import Counts, Outputs
 class DecisionsWriter:
     """Makes answers of the log probabilities of tokens, as OpenAI has them."""
 
-    def __init__(self, model: str, questions: Sequence[Question], steps: Sequence[Sequence[Steps]]) -> None:
+    def __init__(
+        self, model: str, questions: Sequence[Question], steps: Sequence[Sequence[LabelSteps]]
+    ) -> None:
         """`steps` are those of each question's labels."""
         self._model = model
         self._questions = questions
@@ -91,7 +93,9 @@ def _likeliest(question: Question, values: list[float]) -> Option:
     return question.options[values.index(max(values))]
 
 
-def probabilities_of(labels: Sequence[Steps], scores: Sequence[Sequence[float]]) -> tuple[list[float], float]:
+def probabilities_of(
+    labels: Sequence[LabelSteps], scores: Sequence[Sequence[float]]
+) -> tuple[list[float], float]:
     """The probabilities of a question's labels, which add up to 1, and what they add up to among all texts.
 
     Args:

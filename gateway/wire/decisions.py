@@ -61,7 +61,7 @@ class DecisionJson(TypedDict):
     data: dict[str, Any] | list[dict[str, Any]]
 
 
-Part = Annotated[
+DecisionPart = Annotated[
     Annotated[DecisionText, Tag("Input_text")]
     | Annotated[DecisionText, Tag("Output_text")]
     | Annotated[DecisionRefusal, Tag("Refusal")]
@@ -69,7 +69,7 @@ Part = Annotated[
     BY_TYPE,
     KnownKinds(("input_text", "input_json", "output_text", "refusal")),
 ]
-Parts = Annotated[Many[Part], Most("max_content_parts")]
+Parts = Annotated[Many[DecisionPart], Most("max_content_parts")]
 Content = str | Annotated[Parts, Field(min_length=1)]
 
 
@@ -179,33 +179,34 @@ class DecisionsBody(DecidedBody):
     safety_identifier: str | None = None
 
 
-Text = str | dict[str, Any] | list[Any]
+TextOrJson = str | dict[str, Any] | list[Any]
 """A text, or JSON that is shown as one."""
 
 
 class NoulCriteria(StrictBody):
-    true: Text | None = None
-    false: Text | None = None
+    true: TextOrJson | None = None
+    false: TextOrJson | None = None
 
 
 class NoulSystemQuestion(StrictBody):
     type: Literal["noul"]
-    instructions: Text
+    instructions: TextOrJson
     criteria: NoulCriteria | None = None
 
 
 class ChoiceSystemQuestion(StrictBody):
     type: Literal["choice"]
-    instructions: Text
+    instructions: TextOrJson
     criteria: Annotated[
-        dict[Annotated[str, Field(min_length=1)], Text | None], Field(min_length=2, max_length=MAX_OPTIONS)
+        dict[Annotated[str, Field(min_length=1)], TextOrJson | None],
+        Field(min_length=2, max_length=MAX_OPTIONS),
     ]
 
 
 class ScoreSystemQuestion(StrictBody):
     type: Literal["score"]
-    instructions: Text
-    criteria: Annotated[list[Text], Field(min_length=2, max_length=MAX_OPTIONS)]
+    instructions: TextOrJson
+    criteria: Annotated[list[TextOrJson], Field(min_length=2, max_length=MAX_OPTIONS)]
 
 
 SystemQuestion = Annotated[
@@ -222,7 +223,7 @@ class SystemOneBody(DecidedBody):
     NOT_SUPPORTED = frozenset({"assets"})
     IGNORED = frozenset({"keep_alive"})
 
-    state: Text
+    state: TextOrJson
     questions: Annotated[dict[str, SystemQuestion], Field(min_length=1), Most(MAX_QUESTIONS)]
 
 
@@ -289,7 +290,7 @@ def _system_question(name: str, question: Any) -> Question:
     return Question(field, "choice", name, text, choices)
 
 
-def _text(content: Text | None) -> str:
+def _text(content: TextOrJson | None) -> str:
     return content if isinstance(content, str) else "" if content is None else _json(content)
 
 
@@ -297,13 +298,13 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _content_text(content: Content | Sequence[Part]) -> str:
+def _content_text(content: Content | Sequence[DecisionPart]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(map(_part_text, content))
 
 
-def _part_text(part: Part) -> str:
+def _part_text(part: DecisionPart) -> str:
     if part["type"] == "input_json":
         return _json(part["data"])
     return part["refusal"] if part["type"] == "refusal" else part["text"]

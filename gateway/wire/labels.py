@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.engine.planning.request import Branch
 
-Steps = list[tuple[int, Sequence[int]]]
+LabelSteps = list[tuple[int, Sequence[int]]]
 """A label's tokens, in order: each is one of the candidates of a branch, at one of these places."""
 
 
@@ -17,12 +17,12 @@ class _Growing(NamedTuple):
 
     parent: int
     token_ids: tuple[int, ...]
-    labels: list[tuple[Steps, Sequence[int]]]
+    labels: list[tuple[LabelSteps, Sequence[int]]]
 
 
 def label_branches(
     questions: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], end_token_ids: Sequence[int]
-) -> tuple[tuple[Branch, ...], list[list[Steps]]]:
+) -> tuple[tuple[Branch, ...], list[list[LabelSteps]]]:
     """The branches of questions after what they have in common, and the steps of each question's labels.
 
     Labels share branches as far as their tokens are the same. One that others begin with ends with any of the tokens
@@ -31,7 +31,7 @@ def label_branches(
     Args:
         questions: the tokens of each, and those of its labels; a single one is to have no tokens: it is the prompt.
     """
-    steps: list[list[Steps]] = [[[] for _ in labels] for _, labels in questions]
+    steps: list[list[LabelSteps]] = [[[] for _ in labels] for _, labels in questions]
     pending = deque(
         _Growing(0, tuple(token_ids), list(zip(steps_of, labels, strict=True)))
         for (token_ids, labels), steps_of in zip(questions, steps, strict=True)
@@ -59,11 +59,11 @@ def label_branches(
 
 
 def _take_step(
-    branch: int, labels: Iterable[tuple[Steps, Sequence[int]]], end_token_ids: Sequence[int]
-) -> tuple[list[tuple[int, list[tuple[Steps, Sequence[int]]]]], tuple[int, ...]]:
+    branch: int, labels: Iterable[tuple[LabelSteps, Sequence[int]]], end_token_ids: Sequence[int]
+) -> tuple[list[tuple[int, list[tuple[LabelSteps, Sequence[int]]]]], tuple[int, ...]]:
     """Adds the next step of each label; returns those that go further, by token, and the branch's candidates."""
-    by_token: dict[int, list[tuple[Steps, Sequence[int]]]] = {}
-    ending: list[Steps] = []
+    by_token: dict[int, list[tuple[LabelSteps, Sequence[int]]]] = {}
+    ending: list[LabelSteps] = []
     for steps, left in labels:
         if left:
             by_token.setdefault(left[0], []).append((steps, left[1:]))

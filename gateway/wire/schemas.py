@@ -209,7 +209,7 @@ class Tool(TypedDict):
     function: Function
 
 
-Tools = Annotated[Many[Annotated[Tool, KnownKinds(("function",))]], Most("max_tools")]
+ToolList = Annotated[Many[Annotated[Tool, KnownKinds(("function",))]], Most("max_tools")]
 Variables = Annotated[dict[str, Any], Most("max_template_variables")]
 
 
@@ -240,7 +240,7 @@ class Chat(StrictBody):
     """A conversation, and the further inputs of its template."""
 
     messages: Messages
-    tools: Tools | None = None
+    tools: ToolList | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
@@ -333,7 +333,7 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
+    tools: ToolList | None = None
     chat_template_kwargs: Variables | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

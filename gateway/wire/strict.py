@@ -30,8 +30,8 @@ STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 TOLERANT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 """For messages and their parts, which clients send back as another server gave them."""
 
-Entry = TypeVar("Entry")
-Many = Annotated[list[Entry], Field(fail_fast=True)]
+_Entry = TypeVar("_Entry")
+Many = Annotated[list[_Entry], Field(fail_fast=True)]
 """A list that is looked at up to its first mistake."""
 
 

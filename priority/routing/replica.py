@@ -22,7 +22,7 @@ _NOMINAL = dict(zip(NAMES, (0.01, 1e-4, 1e-4, 0.0, 0.0), strict=True))
 
 
 @dataclass(slots=True)
-class Reservation:
+class LoadReservation:
     """A request that was sent, from the choice to its end."""
 
     replica: Replica
@@ -53,7 +53,7 @@ class _Line:
         """Prompt tokens that wait, or that those that run still have to compute."""
         return self.num_tokens + self.work.num_prefill_left
 
-    def add(self, reservation: Reservation, sign: int) -> None:
+    def add(self, reservation: LoadReservation, sign: int) -> None:
         tenant, num_tokens = reservation.tenant, sign * reservation.work
         self.queued[tenant] = self.queued.get(tenant, 0) + num_tokens
         self.num_tokens += num_tokens
@@ -73,7 +73,7 @@ class Replica:
         self.pushed_s = now
         self.last_cold = 0
         """Which of the router's requests without a hit it had last."""
-        self.open: dict[int, Reservation] = {}
+        self.open: dict[int, LoadReservation] = {}
         """What was sent to it and is not over, by ticket."""
         self.load = snapshot.load
         self._snapshot = snapshot
@@ -123,7 +123,7 @@ class Replica:
             if not reservation.is_counted:
                 self._lines[reservation.lane].add(reservation, 1)
 
-    def reserve(self, ticket: int, reservation: Reservation) -> None:
+    def reserve(self, ticket: int, reservation: LoadReservation) -> None:
         self.open[ticket] = reservation
         self._add(reservation, 1)
 
@@ -175,7 +175,7 @@ class Replica:
             return margin_s
         return self._planner.allowed_s(lane, work, self._snapshot.max_batch_tokens) - seconds
 
-    def _add(self, reservation: Reservation, sign: int) -> None:
+    def _add(self, reservation: LoadReservation, sign: int) -> None:
         self._lines[reservation.lane].add(reservation, sign)
         for lane, outlook in list(self._outlooks.items()):
             if lane < reservation.lane:

@@ -24,7 +24,7 @@ from random import Random
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from penstock.priority.routing.order import CLOSE, LoadOrder
-from penstock.priority.routing.replica import Replica, Reservation
+from penstock.priority.routing.replica import LoadReservation, Replica
 from penstock.priority.routing.state import Change, Snapshot, StateError
 from penstock.priority.verdict import Refusal
 
@@ -98,7 +98,7 @@ class Router:
         self._num_cold = 0
         self._orders: dict[Lane, LoadOrder] = {}
         """The replicas by load, for each lane that was asked for."""
-        self._tickets: dict[int, Reservation] = {}
+        self._tickets: dict[int, LoadReservation] = {}
         self._num_tickets = 0
         self._leases: list[tuple[float, int]] = []
         """A heap of (end, ticket)."""
@@ -252,7 +252,7 @@ class Router:
         ticket = self._num_tickets
         expected = ask.hashes[found.num_cached // replica.block_size :]
         work = int(replica.work(ask.num_prompt - found.num_cached, ask.num_prompt))
-        reservation = Reservation(replica, ask.lane, ask.tenant, work, expected)
+        reservation = LoadReservation(replica, ask.lane, ask.tenant, work, expected)
         self._tickets[ticket] = reservation
         heappush(self._leases, (now + found.forecast_s + LEASE_S, ticket))
         self.index.expect(expected, replica.bit)

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.engine.engine import EngineState
 from penstock.engine.planning.request import Request
 from penstock.gateway.access.idempotency import Idempotency
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.background import Rounds, every, meanwhile
 from penstock.gateway.dispatch import Dispatch
 from penstock.gateway.errors import ApiError, internal
@@ -125,7 +125,7 @@ class Recordings:
         detachable: bool,
         journalled: bool,
         max_detached_s: float | None = None,
-        reservation: Reservation | None = None,
+        reservation: QuotaReservation | None = None,
     ) -> Recording:
         """Submits a request whose reply is recorded under its id.
 

@@ -18,7 +18,7 @@ from penstock.gateway.wire.conversation import TemplateMessage as Message
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.tokenizer import Tokenizer
 
-AnyMessage = TypeVar("AnyMessage")
+_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ def _role(message: Any) -> str:
     return str(message["role"])
 
 
-def turns(messages: Sequence[AnyMessage], role_of: Callable[[AnyMessage], str] = _role) -> list[int]:
+def turns(messages: Sequence[_Message], role_of: Callable[[_Message], str] = _role) -> list[int]:
     """The places at which turns begin: with what a user says, so that calls and their results stay together."""
     return [i for i, message in enumerate(messages) if role_of(message) == "user"]
 
 
 def since(
-    messages: Sequence[AnyMessage], start: int, role_of: Callable[[AnyMessage], str] = _role
-) -> tuple[AnyMessage, ...]:
+    messages: Sequence[_Message], start: int, role_of: Callable[[_Message], str] = _role
+) -> tuple[_Message, ...]:
     """The messages without those before `start`; what the system says always stays."""
     system = [message for message in messages[:start] if role_of(message) in ("system", "developer")]
     return (*system, *messages[start:])

@@ -87,7 +87,7 @@ class SearchResultBlock(TypedDict):
     cache_control: NotRequired[object]
 
 
-Shown = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+ShownBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
 """What the model reads as text."""
 
 
@@ -95,7 +95,7 @@ Shown = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discrimin
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[Annotated[str | Many[Shown], PARTS]]
+    content: NotRequired[Annotated[str | Many[ShownBlock], PARTS]]
     is_error: NotRequired[bool | None]
     cache_control: NotRequired[object]
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Conversation, Kept, Texts, as_far_as_room, chat_ask
+from penstock.gateway.wire.ask import Ask, ChatPrompt, Kept, Texts, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
 from penstock.gateway.wire.schemas import ChatBody, Dimensions, TokenChoice
@@ -219,7 +219,7 @@ def ollama_chat_ask(body: OllamaChatBody, limits: Limits) -> Ask:
         return _loading(body, "messages")
     tools = [_tool(tool) for tool in body.tools or ()] or None
     ask = as_far_as_room(chat_ask(_as_chat(body, messages, limits, tools=tools), limits))
-    assert isinstance(ask.input, Conversation)
+    assert isinstance(ask.input, ChatPrompt)
     return replace(ask, input=replace(ask.input, shortens=body.truncate is not False))
 
 
@@ -237,7 +237,7 @@ def prompt_ask(body: OllamaGenerateBody, limits: Limits) -> Ask:
         text = Texts(field="prompt", texts=[body.prompt], suffix=body.suffix or "")
         cuts_start = body.truncate is not False and not body.suffix
         return replace(ask, field="prompt", input=(text,), cuts_start=cuts_start)
-    assert isinstance(ask.input, Conversation)
+    assert isinstance(ask.input, ChatPrompt)
     return replace(
         ask,
         input=replace(ask.input, before=body.context or ()),

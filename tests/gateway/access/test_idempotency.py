@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, serving, settled
 
@@ -70,7 +70,7 @@ async def test_one_that_comes_before_the_first_has_begun_waits_for_it(
     gateway = Gateway()
     reserve, go_on = gateway.service.quotas.reserve, asyncio.Event()
 
-    async def slowly(*arguments: Any) -> Reservation:
+    async def slowly(*arguments: Any) -> QuotaReservation:
         await go_on.wait()
         return await reserve(*arguments)
 

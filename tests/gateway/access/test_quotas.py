@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.access.keys import Client, digest_of
-from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, HEADERS, Quotas, Reservation, duration
+from penstock.gateway.access.quotas import FIRST_GUESS_TOKENS, HEADERS, QuotaReservation, Quotas, duration
 from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable, Window
@@ -78,7 +78,7 @@ class QuotaHarness:
 
     async def ask(
         self, client: Client, num_prompt: int = 10, max_output: int = 90, lease_id: str = "a"
-    ) -> Reservation:
+    ) -> QuotaReservation:
         return await self.quotas.reserve(client, num_prompt, max_output, lease_id)
 
     async def refusal(self, client: Client, num_prompt: int = 10, max_output: int = 90) -> ApiError:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
-from penstock.gateway.access.quotas import Reservation
+from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
 from penstock.gateway.service import ServiceOptions
@@ -198,7 +198,7 @@ async def test_what_is_refused_because_the_server_ends_is_not_charged(
     gateway = gateway_of(quota)
     reserve = gateway.service.quotas.reserve
 
-    async def last(*args: Any) -> Reservation:
+    async def last(*args: Any) -> QuotaReservation:
         reservation = await reserve(*args)
         gateway.service.begin_drain()
         return reservation

@@ -17,7 +17,7 @@ from penstock.gateway.wire.decided import (
     probabilities_of,
     score_confidence,
 )
-from penstock.gateway.wire.labels import Steps, label_branches
+from penstock.gateway.wire.labels import LabelSteps, label_branches
 from tests.few import examples
 
 VOCABULARY = range(6)
@@ -100,7 +100,7 @@ def test_labels_share_the_tokens_that_they_begin_with() -> None:
 
 
 def test_one_that_others_begin_with_has_to_end() -> None:
-    steps: list[Steps]
+    steps: list[LabelSteps]
     branches, (steps,) = label_branches([((), [(2,), (2, 3)])], ENDS)
     assert [branch.candidates for branch in branches] == [(2,), (3, *ENDS)]
     assert steps[0] == [(0, (0,)), (1, range(1, 3))]
