@@ -216,7 +216,7 @@ class Drafting:
     def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
         """Learns whether drafts pay from what a step took, and returns what its drafts cost and saved."""
         price = plan.price
-        if price is None:
+        if price is None or not plan.chunks:  # nothing is left of a step that the device had no room for
             return NO_SECONDS
         pace, num_sequences = self._pace(sum(chunk.samples for chunk in plan.chunks)), len(plan.chunks)
         num_accepted = sum(chunk.num_accepted for chunk in plan.chunks)

@@ -256,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan.chunks:
             self.launch(plan)
         if not self.flights or self.flights[0][0].num_tokens < 2:
+            self.land(self.runner.num_ahead)
             return
         plans = []
         while self.flights:
