@@ -235,6 +235,11 @@ def hybrid_kinds(fields: Fields, name: str, *allowed: str) -> list[str]:
     return [old.get(kind, kind) for kind in fields.strings(name, *allowed, *old)]
 
 
+def window_of(fields: Fields) -> int:
+    """Returns the window of all layers: null is no window, and a missing entry is the 4096 of the first Mistral 7B."""
+    return (fields.optional_size("sliding_window") or 0) if "sliding_window" in fields else 4096
+
+
 def rotating(fields: Fields, num_layers: int) -> list[bool]:
     """Returns whether each layer rotates positions: not where `no_rope_layers` is 0, or without it, in every fourth.
 

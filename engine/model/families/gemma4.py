@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import FULL, SLIDING, Sizes, check_heads, layer_types, read_rope
-from penstock.engine.model.families.experts import read_router
+from penstock.engine.model.families.routers import read_router
 from penstock.engine.spec import (
     Experts,
     Layer,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import FULL, LINEAR, Sizes, layer_types, read_rope
-from penstock.engine.model.families.experts import read_router
 from penstock.engine.model.families.mamba import hybrid_mixer
+from penstock.engine.model.families.routers import read_router
 from penstock.engine.spec import Attention, Experts, Mixer, Mlp, ModelSpec, Stack
 
 MAX_INNER = 1 << 24

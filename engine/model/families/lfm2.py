@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import CONV, FULL, MAX_KERNEL, Sizes, layer_types, read_rope
-from penstock.engine.model.families.experts import numbered_experts, read_router
+from penstock.engine.model.families.routers import numbered_experts, read_router
 from penstock.engine.spec import Experts, Mlp, ModelSpec, ShortConv
 
 LFM2_MOE = {"norm_eps": 1e-5, "tie_word_embeddings": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import CHUNKED, FULL, Sizes, layer_types, read_rope, rotating
-from penstock.engine.model.families.experts import read_router
+from penstock.engine.model.families.routers import read_router
 from penstock.engine.spec import Experts, Layer, Mlp, ModelSpec, Norm, Stack
 
 LLAMA4 = {

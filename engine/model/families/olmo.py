@@ -1,17 +1,16 @@
-"""OLMo 2 and 3 and EXAONE 4: each part reads the stream as it is, and its output is normed."""
+"""OLMo 2 and 3, in which each part reads the stream as it is and its output is normed; and OLMoE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import FULL, SLIDING, Sizes, layer_types, read_rope
+from penstock.engine.model.families.routers import read_router
 from penstock.engine.spec import Attention, Layer, ModelSpec, Norm
 
 
 def olmo2(fields: Fields) -> ModelSpec:
     sizes = Sizes.of(fields)
-    layer = _layer(sizes, _attention(fields, sizes))
+    layer = normed_after(sizes, _attention(fields, sizes))
     return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
 
@@ -21,7 +20,9 @@ def olmo3(fields: Fields) -> ModelSpec:
     kinds = layer_types(fields, sizes.num_layers, lambda layer: layer % 4 == 3)
     attention = _attention(fields, sizes)
     layers = [
-        _layer(sizes, attention).with_attention(window=0 if kind == FULL else window, rope=int(kind != FULL))
+        normed_after(sizes, attention).with_attention(
+            window=0 if kind == FULL else window, rope=int(kind != FULL)
+        )
         for kind in kinds
     ]
     full = read_rope(fields, sizes, kind=FULL, theta=500_000.0)
@@ -29,29 +30,14 @@ def olmo3(fields: Fields) -> ModelSpec:
     return sizes.model(layers, [full, local], fields)
 
 
-def exaone4(fields: Fields) -> ModelSpec:
-    """Describes EXAONE 4: layers without a window know no positions, if others have one."""
-    sizes, window = Sizes.of(fields), fields.optional_size("sliding_window") or 0
-    if "sliding_window" not in fields:
-        window = 4096
-    kinds = layer_types(fields, sizes.num_layers, _is_full(fields) if window else lambda _: True)
-    attention = sizes.attention(**sizes.head_norms())
-    layers = [
-        _layer(sizes, attention).with_attention(
-            window=0 if kind == FULL else window, rope=None if window and kind == FULL else 0
-        )
-        for kind in kinds
-    ]
-    return sizes.model(layers, [read_rope(fields, sizes)], fields)
-
-
-def _is_full(fields: Fields) -> Callable[[int], bool]:
-    """Returns a test for layers that see all tokens: each nth for a `sliding_window_pattern` n, or its letters G."""
-    if not fields.is_text("sliding_window_pattern"):
-        every = fields.size("sliding_window_pattern", 4)
-        return lambda layer: (layer + 1) % every == 0
-    letters = fields.text("sliding_window_pattern")
-    return lambda layer: letters[layer % len(letters)] == "G"
+def olmoe(fields: Fields) -> ModelSpec:
+    """Queries and keys are normed as one row each."""
+    if fields.has("clip_qkv"):
+        raise fields.error("clip_qkv is not supported")
+    sizes, bias = Sizes.of(fields), fields.flag("attention_bias")
+    attention = sizes.attention(qkv_bias=bias, o_bias=bias, **sizes.row_norms())
+    layer = sizes.layer(attention, sizes.experts(read_router(fields)))
+    return sizes.model([layer] * sizes.num_layers, [read_rope(fields, sizes)], fields)
 
 
 def _attention(fields: Fields, sizes: Sizes) -> Attention:
@@ -64,7 +50,7 @@ def _attention(fields: Fields, sizes: Sizes) -> Attention:
     return sizes.attention(qkv_bias=bias, o_bias=bias, **norms)
 
 
-def _layer(sizes: Sizes, attention: Attention) -> Layer:
+def normed_after(sizes: Sizes, attention: Attention) -> Layer:
     return sizes.layer(
         attention,
         input_norm=None,

@@ -7,7 +7,8 @@ from typing import Any
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import FULL, LINEAR, MAX_KERNEL, Sizes, layer_types, read_rope
-from penstock.engine.model.families.experts import is_sparse, read_router
+from penstock.engine.model.families.qwen import is_sparse
+from penstock.engine.model.families.routers import read_router
 from penstock.engine.spec import Attention, Experts, GatedDelta, Mlp, ModelSpec, Rope
 
 _OF_A_KEY_HEAD: dict[str, Any] = {
