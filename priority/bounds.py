@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.priority.admission import Admission
 from penstock.priority.lanes import Lane
@@ -22,37 +22,44 @@ class Bounds:
         self._lanes = lanes
         self._tickets = tickets
 
-    def check(self, line: LaneLine, ticket: Ticket, now: float) -> None:
-        policy, account = line.policy, ticket.account
-        self.check_places(line, account, ticket.num_places, now)
-        if not line.num_requests:
-            return  # one that is larger than the bounds may wait alone
-        own = int(ticket.size.work(ATTENDED_EACH))
+    def check(self, line: LaneLine, account: Account, tickets: Sequence[Ticket], now: float) -> None:
+        """Refuses all requests of a reply if they are too many together; one that is too large may wait alone."""
+        policy, is_one = line.policy, len(tickets) == 1
+        self.check_places(
+            line, account, sum(ticket.num_places for ticket in tickets), now, may_be_alone=is_one
+        )
+        if is_one and not line.num_requests:
+            return
+        own = sum(int(ticket.size.work(ATTENDED_EACH)) for ticket in tickets)
         num_own = int(account.work(ATTENDED_EACH)) + own
         # Most are within the least part that a tenant may fill.
         if (
-            account.tickets
+            not (is_one and not account.tickets)
             and num_own > policy.tenant_share * policy.max_tokens
             and num_own > self._part(account) * policy.max_tokens
         ):
             raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
         is_long = int(line.work(ATTENDED_EACH)) + own > policy.max_tokens
-        if is_long or line.num_bytes + ticket.num_bytes > policy.max_bytes:
+        if is_long or line.num_bytes + sum(ticket.num_bytes for ticket in tickets) > policy.max_bytes:
             raise self._full(line, f"{line.num_tokens} prompt tokens", now)
 
-    def check_places(self, line: LaneLine, account: Account | None, n: int, now: float) -> None:
-        """Refuses a request of `n` choices, each of which is a place; larger ones may wait alone."""
+    def check_places(
+        self, line: LaneLine, account: Account | None, n: int, now: float, *, may_be_alone: bool = True
+    ) -> None:
+        """Refuses `n` choices, each of which is a place; where they `may_be_alone`, larger ones may wait alone."""
         most = line.policy.max_requests
         least = line.policy.tenant_share * most
-        if account is not None and account.tickets and account.num_choices + n > least:
+        is_alone = may_be_alone and not (account is not None and account.tickets)
+        if account is not None and not is_alone and account.num_choices + n > least:
             most_own = max(1, int(self._part(account) * most))
             if account.num_choices + n > most_own < most:
-                raise self._tenant_full(line, f"{account.num_choices} answers", account.num_requests, now)
-        if line.num_requests and line.num_choices + n > most:
-            raise self._full(line, f"{line.num_choices} answers", now)
+                what = _places(account.num_choices, n)
+                raise self._tenant_full(line, what, account.num_requests, now)
+        if (line.num_requests or not may_be_alone) and line.num_choices + n > most:
+            raise self._full(line, _places(line.num_choices, n), now)
 
     def _tenant_full(self, line: LaneLine, what: str, num_own: int, now: float) -> Refusal:
-        message = f"{what} of yours wait in the {line.lane.label} lane already"
+        message = f"the {line.lane.label} lane has no more room for you ({what} of yours wait)"
         retry_after_s = self._seconds_for(max(1, num_own // 4), now)
         return Refusal("tenant_queue_full", message, retry_after_s, tenant_limit=True)
 
@@ -71,3 +78,7 @@ class Bounds:
             if len(line.accounts) > (account.tenant in line.accounts):
                 return account.lane.policy.tenant_share
         return 1.0
+
+
+def _places(num_waiting: int, n: int) -> str:
+    return f"{num_waiting} answers" if n == 1 else f"{n} more are asked for; {num_waiting} answers"

@@ -104,7 +104,8 @@ class LaneQueue:
     def readmit(self, request: Request, now: float) -> None:
         """Admits a request that an earlier process had admitted, without checking bounds and promises again."""
         with self._lock:
-            self._enter(*self._ticket(request, now), now)
+            line, account = self._account(request, now)
+            self._enter(line, account, [self._ticket(line, account, request)], now)
 
     def check_open(
         self, urgency: Urgency, tenant: str, arrival_s: float, now: float, most_tokens: int
@@ -290,35 +291,41 @@ class LaneQueue:
         self, requests: ListLike[Request], now: float, cached: ListLike[tuple[int, int]]
     ) -> Forecast | None:
         """Admits requests that one reply needs, or none, by one forecast: that of the last one's first token."""
-        entered, num_tokens, forecast = list[Ticket](), 0, None
+        line, account = self._account(requests[0], now)
+        tickets = [
+            self._ticket(line, account, request, *found)
+            for request, found in zip(requests, cached, strict=True)
+        ]
+        self._bounds.check(line, account, tickets, now)
+        *others, last = tickets
+        if others:
+            self._enter(line, account, others, now)
+        num_tokens = sum(ticket.size.num_uncached for ticket in tickets) if others else None
         try:
-            for request, found in zip(requests, cached, strict=True):
-                line, ticket = self._ticket(request, now, *found)
-                self._bounds.check(line, ticket, now)
-                num_tokens += ticket.size.num_uncached
-                if request is requests[-1]:
-                    forecast = self._promise(line, ticket, now, num_tokens if entered else None)
-                self._enter(line, ticket, now)
-                entered.append(ticket)
+            forecast = self._promise(line, last, now, num_tokens)
         except Refusal:
-            for ticket in entered:
+            for ticket in others:
                 self._leave(ticket)
             raise
+        self._enter(line, account, [last], now)
         return forecast
 
-    def _ticket(
-        self, request: Request, now: float, num_cached: int = 0, num_in_use: int = 0
-    ) -> tuple[LaneLine, Ticket]:
+    def _account(self, request: Request, now: float) -> tuple[LaneLine, Account]:
+        """Returns the lane of a request that comes now, and its tenant's account there."""
         line = self._lanes[Lane(request.lane)]
         self._now_us = max(self._now_us, microseconds(now))
-        account = line.account(request.tenant, self._weights.get(request.tenant, 1))
+        return line, line.account(request.tenant, self._weights.get(request.tenant, 1))
+
+    def _ticket(
+        self, line: LaneLine, account: Account, request: Request, num_cached: int = 0, num_in_use: int = 0
+    ) -> Ticket:
         self._num_let_in += 1
         num_seats = 1 if request.beams is None else request.n
         size = Size.of(request.num_prompt_tokens, num_cached, num_in_use, num_seats)
         work = size.work(self.admission.model.attended_each)
         due_s = request.ttft_s or self.admission.planner.due_s(line.lane, work)
         deadline_us = microseconds(request.arrival_s + due_s)
-        return line, Ticket(request, account, num_cached, size, deadline_us, self._num_let_in)
+        return Ticket(request, account, num_cached, size, deadline_us, self._num_let_in)
 
     def _promise(
         self, line: LaneLine, ticket: Ticket, now: float, num_promised: int | None
@@ -354,8 +361,7 @@ class LaneQueue:
                 seconds - forecast.allowed_s,
             )
 
-    def _enter(self, line: LaneLine, ticket: Ticket, now: float) -> None:
-        account = ticket.account
+    def _enter(self, line: LaneLine, account: Account, tickets: list[Ticket], now: float) -> None:
         if not account.num_open:
             account.share.join(line.floor, self._now_us)
         elif not account.tickets:
@@ -365,12 +371,14 @@ class LaneQueue:
         elif not line.num_requests:
             line.share.clock = max(line.share.clock, self._lane_floor(line))
         line.entered_s = now
-        account.num_open += 1
-        work = ticket.size.work(self.admission.model.attended_each)
+        account.num_open += len(tickets)
+        attended_each = self.admission.model.attended_each
+        work = sum(ticket.size.work(attended_each) for ticket in tickets)
         account.arrivals.add(work, now)
         line.arrivals.add(work, now)
-        line.add(ticket)
-        self._tickets[ticket.request.request_id] = ticket
+        line.add(account, tickets)
+        for ticket in tickets:
+            self._tickets[ticket.request.request_id] = ticket
 
     def _lane_floor(self, line: LaneLine) -> int:
         others = (other for other in self._lanes.values() if other is not line)

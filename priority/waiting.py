@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
@@ -110,8 +110,11 @@ class Ticket:
         self.size = size
         self.num_places = 1 if request.branches else request.n
         """The number of answers with streams of their own; branches have no output."""
-        most, sampling = 0 if request.branches else self.num_places, request.sampling
-        self.num_growth = int(most * account.left(0, max(1, sampling.max_tokens), sampling.num_thinking))
+        sampling = request.sampling
+        self.num_growth = 0
+        if sampling.max_tokens and not request.branches:
+            left = account.left(0, sampling.max_tokens, sampling.num_thinking)
+            self.num_growth = int(self.num_places * left)
         """Tokens of KV that its answers are expected to take."""
         self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
@@ -166,14 +169,16 @@ class Backlog:
         self.num_kv = 0
         self.num_growth = 0
 
-    def count(self, ticket: Ticket, sign: int) -> None:
-        size = ticket.size
-        self.num_requests += sign
-        self.num_choices += sign * ticket.num_places
-        self.num_tokens += sign * size.num_uncached
-        self.num_attended += sign * size.num_attended
-        self.num_kv += sign * size.num_kv
-        self.num_growth += sign * ticket.num_growth
+    def count(self, tickets: Sequence[Ticket], sign: int) -> None:
+        """Adds requests to the sums, or takes them out."""
+        self.num_requests += sign * len(tickets)
+        for ticket in tickets:
+            size = ticket.size
+            self.num_choices += sign * ticket.num_places
+            self.num_tokens += sign * size.num_uncached
+            self.num_attended += sign * size.num_attended
+            self.num_kv += sign * size.num_kv
+            self.num_growth += sign * ticket.num_growth
 
     def work(self, attended_each: float) -> float:
         """Prompt tokens to compute, those included that attending to others takes as long as."""
@@ -381,16 +386,19 @@ class LaneLine(Backlog):
         last = islice(reversed(self.accounts.values()), most + 1)
         return [other for other in last if other is not account][:most]
 
-    def add(self, ticket: Ticket) -> None:
-        account = ticket.account
+    def add(self, account: Account, tickets: Sequence[Ticket]) -> None:
+        """Takes requests of a tenant that come to wait."""
         self.accounts[account.tenant] = self.accounts.pop(account.tenant)
-        insort(account.tickets, (ticket.key, ticket))
-        insort(self.tickets, (ticket.key, ticket))
+        is_first = not account.tickets
+        for ticket in tickets:
+            entry = ticket.key, ticket
+            insort(account.tickets, entry)
+            insort(self.tickets, entry)
         self.active[account.tenant] = account
-        if len(account.tickets) == 1:
+        if is_first:
             self.note_clock(account)
-        account.count(ticket, 1)
-        self.count(ticket, 1)
+        account.count(tickets, 1)
+        self.count(tickets, 1)
 
     def remove(self, ticket: Ticket) -> None:
         account = ticket.account
@@ -398,8 +406,8 @@ class LaneLine(Backlog):
             del tickets[bisect_left(tickets, (ticket.key,))]
         if not account.tickets:
             del self.active[account.tenant]
-        account.count(ticket, -1)
-        self.count(ticket, -1)
+        account.count((ticket,), -1)
+        self.count((ticket,), -1)
 
     def first(self, due: float, attended_each: float) -> Iterator[Ticket]:
         """The waiting requests, the earliest deadline first, until they are more work than is due."""
@@ -412,9 +420,9 @@ class LaneLine(Backlog):
     def waiting(self) -> Iterator[Ticket]:
         return (ticket for _, ticket in self.tickets)
 
-    def count(self, ticket: Ticket, sign: int) -> None:
-        super().count(ticket, sign)
-        self.num_bytes += sign * ticket.num_bytes
+    def count(self, tickets: Sequence[Ticket], sign: int) -> None:
+        super().count(tickets, sign)
+        self.num_bytes += sign * sum(ticket.num_bytes for ticket in tickets)
         self.num_changes += 1
 
 

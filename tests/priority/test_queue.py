@@ -394,4 +394,17 @@ def test_each_text_of_a_large_request_is_let_in_for_a_few_calls() -> None:
     sys.setprofile(lambda _frame, event, _arg: events.append(event))
     queue.put_all(requests, 0.0, [(0, 0)] * number)
     sys.setprofile(None)
-    assert events.count("call") <= 40 * number
+    assert events.count("call") <= 30 * number
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_the_texts_of_a_request_are_let_in_together_or_not_at_all(num_waiting: int) -> None:
+    queue = make_queue(max_requests=4, max_tokens=10**6)
+    for number in range(num_waiting):
+        queue.put(ask(f"before{number}", 9), 0.0)
+    texts = [ask(f"r{number}", 9) for number in range(5 - num_waiting)]
+    with pytest.raises(Refusal, match=f"{len(texts)} more are asked for; {num_waiting} answers"):
+        queue.put_all(texts, 0.0, [(0, 0)] * len(texts))
+    assert sum(queue.depths().values()) == num_waiting
+    queue.put_all(texts[1:], 0.0, [(0, 0)] * len(texts[1:]))
+    assert sum(queue.depths().values()) == 4
