@@ -33,10 +33,11 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.drafts import DraftSource, check_draft, shared_tokens
 from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
+from penstock.engine.planning.device import Runner
 from penstock.engine.planning.rehearsal import Rehearsal
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Runner, StepReport
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer

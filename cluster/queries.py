@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.prefix_index import extend_hashes
-from penstock.engine.planning.request import Pooling
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.endpoints.requests import ask_salt
 from penstock.gateway.errors import ApiError

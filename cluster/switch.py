@@ -24,7 +24,7 @@ from penstock.cluster.position import Position
 from penstock.cluster.queries import QueryReader, owner_tag
 from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address, end_to_end
-from penstock.engine.planning.request import Pooling
+from penstock.engine.planning.params import Pooling
 from penstock.gateway.access.idempotency import RESUMABLE_HEADER
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.background import every, meanwhile

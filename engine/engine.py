@@ -21,26 +21,20 @@ from functools import partial
 from penstock.engine.launching import goes_beside, launch_fitting, step_load
 from penstock.engine.planning.block_map import BlockMap, block_map
 from penstock.engine.planning.blocks import PoolViolation
+from penstock.engine.planning.device import DeviceError, OutOfMemory, Runner, RunnerFacts
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.masks import ForcedTokens, StepMasks
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
-from penstock.engine.planning.request import DraftCount, Output
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import Output
+from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import (
-    NO_SECONDS,
-    DeviceError,
-    OutOfMemory,
-    Plan,
-    RequestQueue,
-    Runner,
-    RunnerFacts,
-    StepReport,
-    StepResult,
-)
+from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.timings import NO_SECONDS, DraftCount
 from penstock.engine.text.grammars import Grammars
 
 log = logging.getLogger("penstock.engine")

@@ -6,17 +6,11 @@ import logging
 from collections.abc import Callable
 
 from penstock.engine.planning.chunks import is_plain
+from penstock.engine.planning.device import OutOfMemory, Runner, RunnerFacts, StepInFlight
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import Scheduler
-from penstock.engine.planning.step import (
-    OutOfMemory,
-    Plan,
-    Runner,
-    RunnerFacts,
-    StepInFlight,
-    StepLoad,
-    StepResult,
-)
+from penstock.engine.planning.step import Plan, StepResult
 
 log = logging.getLogger("penstock.engine")
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request
-from penstock.engine.planning.step import StepReport
 from penstock.gateway.errors import ApiError, internal, refused, unavailable
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.metrics import Metrics

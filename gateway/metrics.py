@@ -8,9 +8,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from penstock.engine.planning.request import FinishReason, Timings
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import FinishReason
 from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import ExpertUse, StepReport
+from penstock.engine.planning.step import ExpertUse
+from penstock.engine.planning.timings import Timings
 from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from penstock.engine.planning.step import StepReport
+from penstock.engine.planning.report import StepReport
 
 MAX_STEPS = 256
 """Steps that one event shows: of more, the last ones."""

@@ -17,7 +17,7 @@ from itertools import islice
 from math import inf
 
 from penstock.engine.planning.request import FinishReason, Sequence
-from penstock.engine.planning.step import Allowance, StepLoad
+from penstock.engine.planning.request_queue import Allowance, StepLoad
 from penstock.priority.flows import fair_part, seconds_to_catch_up
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.outlook import Outlook

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import UNLIMITED, Allowance, StepLoad
+from penstock.engine.planning.request_queue import UNLIMITED, Allowance, StepLoad
 from penstock.priority.lanes import Lane
 
 

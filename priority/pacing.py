@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from penstock.engine.planning.step import UNLIMITED, Allowance
+from penstock.engine.planning.request_queue import UNLIMITED, Allowance
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.steptime import StepTimeModel
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from math import isfinite
 
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import Allowance, StepLoad
+from penstock.engine.planning.request_queue import Allowance, StepLoad
 from penstock.priority.admission import Admission
 from penstock.priority.bounds import Bounds
 from penstock.priority.coverage import NEAR, Coverage

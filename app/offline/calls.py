@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from penstock.engine.engine import EngineState
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request
-from penstock.engine.planning.step import StepReport
 
 
 class Call:

@@ -9,7 +9,8 @@ from typing_extensions import TypedDict
 
 from penstock.app.build import Core
 from penstock.app.errors import suggestion
-from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams
+from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.text.grammar import CompiledGrammar
 from penstock.engine.text.grammars import GrammarError
 from penstock.gateway.access.keys import OPEN_TENANT

@@ -18,14 +18,15 @@ from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.uploads import send_apart
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.planning.step import Plan
 from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
 
 class Drafter:
-    """Makes the drafts of plans, for sequences that have a seat; see `planning.step.Runner.draft`.
+    """Makes the drafts of plans, for sequences that have a seat; see `planning.device.Runner.draft`.
 
     Tokens stay on the device from one pass to the next, and the host waits for all of them at the end.
 
@@ -56,7 +57,7 @@ class Drafter:
 
     @torch.inference_mode()
     def draft(self, plan: Plan) -> list[list[int]]:
-        """See `planning.step.Runner`."""
+        """See `planning.device.Runner`."""
         asked = [chunk for chunk in plan.chunks if chunk.is_open]
         seated = [chunk for chunk in asked if self._seats.slot_of(chunk.sequence) is not None]
         lengths = {chunk.sequence: len(chunk.drafts) for chunk in seated}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.planning.request import NO_LIMIT
-from penstock.engine.planning.step import RunnerFacts
 
 _MOST_SCORED = 64
 """Tokens of prompts that a step on a CPU scores while other sequences run: their logits take longer than their layers

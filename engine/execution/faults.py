@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from penstock.engine.execution.seats import Seats
-from penstock.engine.planning.step import DeviceError, OutOfMemory, Plan
+from penstock.engine.planning.device import DeviceError, OutOfMemory
+from penstock.engine.planning.step import Plan
 
 
 @contextmanager

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.execution.prompt_rows import PromptFindings
+from penstock.engine.planning.device import DeviceError
 from penstock.engine.planning.request import TokenLogprobs
-from penstock.engine.planning.step import DeviceError, Sampled, StepResult
+from penstock.engine.planning.step import Sampled, StepResult
 
 NOT_FINITE = "the model's output was not finite"
 

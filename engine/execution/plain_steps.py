@@ -84,7 +84,7 @@ class PlainSteps:
 
 
 class PlainStepInFlight:
-    """A plain step that was launched; see `planning.step.StepInFlight`."""
+    """A plain step that was launched; see `planning.device.StepInFlight`."""
 
     def __init__(
         self,

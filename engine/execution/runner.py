@@ -41,15 +41,10 @@ from penstock.engine.execution.state_slots import StateBuffers, tell_slots
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.execution.verification import Verification
 from penstock.engine.model.weights import Progress
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
-from penstock.engine.planning.step import (
-    OPEN,
-    Chunk,
-    Plan,
-    RunnerFacts,
-    StepInFlight,
-    StepResult,
-)
+from penstock.engine.planning.device import RunnerFacts, StepInFlight
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import OPEN, Chunk, Plan, StepResult
 from penstock.engine.sampling.reference import logprobs_of
 from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters
 from penstock.engine.sizes import size_text
@@ -61,7 +56,7 @@ _LARGEST_WARM_UP = 512
 
 
 class ModelRunner:
-    """Executes plans on the model that `load_model` brings; see `planning.step.Runner`.
+    """Executes plans on the model that `load_model` brings; see `planning.device.Runner`.
 
     Args:
         progress: shows how far capturing is; it is called with the graphs done and the graphs in all.
@@ -176,7 +171,7 @@ class Steps:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
-        """Launches a step kernel by kernel, or as a graph; see `planning.step.Runner`."""
+        """Launches a step kernel by kernel, or as a graph; see `planning.device.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
             prompts = PromptRows.of(plan, self.model.options.max_rows)
@@ -341,7 +336,7 @@ class Steps:
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step whose pass was launched; see `planning.step.StepInFlight`."""
+    """A step whose pass was launched; see `planning.device.StepInFlight`."""
 
     steps: Steps
     plan: Plan

@@ -14,7 +14,8 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
-from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.planning.device import StepInFlight
+from penstock.engine.planning.step import Plan
 
 
 def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:

@@ -22,8 +22,9 @@ from penstock.engine.kernels.ranks import Ranks
 from penstock.engine.model.dtype import choose_device
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
+from penstock.engine.planning.device import DeviceError, Runner, RunnerFacts, StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+from penstock.engine.planning.step import Plan, StepResult
 
 _START = """\
 import sys
@@ -202,7 +203,7 @@ class Followers:
 
 
 class ParallelRunner:
-    """Executes plans on all ranks, of which this process is rank 0; see `planning.step.Runner`.
+    """Executes plans on all ranks, of which this process is rank 0; see `planning.device.Runner`.
 
     Args:
         start: starts the other ranks.

@@ -16,7 +16,8 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import takewhile
 
-from penstock.engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
+from penstock.engine.planning.params import BeamParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

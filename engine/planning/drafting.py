@@ -33,8 +33,10 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.price import Price, value
 from penstock.engine.planning.request import NO_LIMIT, Sequence
+from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.planning.shares import Shares
-from penstock.engine.planning.step import NO_SECONDS, OPEN, Chunk, DraftSeconds, Plan, StepSeconds
+from penstock.engine.planning.step import OPEN, Chunk, Plan
+from penstock.engine.planning.timings import NO_SECONDS, DraftSeconds
 
 log = logging.getLogger("penstock.engine")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.engine.errors import CheckpointError
 from penstock.engine.fields import Fields
-from penstock.engine.planning.request import Pooling
+from penstock.engine.planning.params import Pooling
 
 _MODES = {
     "lasttoken": Pooling.LAST,

@@ -15,7 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.engine.cores import num_cores
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Chunk, Masks, Plan
 from penstock.engine.text.bans import Bans, bits_of, without
 from penstock.engine.text.grammar import CompiledGrammar, Guide

@@ -11,8 +11,9 @@ from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from itertools import cycle, islice
 
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
-from penstock.engine.planning.step import UNLIMITED, Allowance, RequestQueue, StepLoad
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.request_queue import UNLIMITED, Allowance, RequestQueue, StepLoad
 
 MOST_S = 2.0
 """The rehearsal is cut off after the step that ends later than this."""

@@ -1,121 +1,21 @@
-"""The data of planning: a Request as it came in, its Sequences as they are computed, and the Outputs of each step.
+"""What passes through the engine: a Request as it came in, its Sequences as they are computed, and their Outputs.
 
 Plain data: no torch, no clock, no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import chain, zip_longest
-from typing import Literal, NamedTuple
+from itertools import chain
 
+from penstock.engine.planning.params import BeamParams, Branch, Pooling, SamplingParams
 from penstock.engine.planning.states import Prefix, SequenceState
-from penstock.engine.text.grammar import Grammar, Guide
-from penstock.engine.text.thinking import Thinking, ThinkingBudget
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are chosen. The engine does not check the values again."""
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_a: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    """Token t of choice i depends on (seed, i, t) and its logits, on nothing else."""
-    max_tokens: int = 16
-    """The most output tokens; with 0 the prompt is computed, and no token is chosen after it."""
-    min_tokens: int = 0
-    """The output tokens before which no end-of-sequence, stop token or stop string counts."""
-    stop: tuple[str, ...] = ()
-    shows_stop: bool = False
-    """Whether the text ends with the stop string, or before it."""
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    shown_special: frozenset[int] = frozenset()
-    """Special tokens whose text is shown; that of others is not."""
-    num_logprobs: int | None = None
-    """The number of likely tokens whose log probabilities are told beside that of the chosen token, before any
-    processing; None if no log probabilities are computed."""
-    num_prompt_logprobs: int | None = None
-    """The likely tokens that are told at every prompt token but the first, likewise. Then all of the prompt is
-    computed, whatever is cached."""
-    grammar: Grammar | None = None
-    """The grammar that the answer has to match. The sequence may end exactly where the grammar accepts."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be chosen; empty if all may."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that are kept out of the output: the last one of a run is banned where those before it stand."""
-    thinking: ThinkingBudget | None = None
-    """The bound on the reasoning; None if there is none."""
-
-    @property
-    def is_guided(self) -> bool:
-        """Whether masks limit the tokens that may be chosen."""
-        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
-
-    @property
-    def num_thinking(self) -> int | None:
-        """The output tokens after which reasoning is ended; None if there is no such bound."""
-        return None if self.thinking is None else self.thinking.num_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamParams:
-    """The way in which the likeliest answers as a whole are searched for, in place of choosing token by token."""
-
-    length_penalty: float = 1.0
-    """An answer's score is the sum of its log probabilities by its number of tokens to the power of this."""
-    early_stopping: bool | Literal["never"] = False
-    """True: the search is over with as many answers as it has beams. False: when the best beam, as long as it is, has a
-    lower score than all of them; "never": when it could get no better score up to the greatest length."""
-    end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer: those of the model, unless they are ignored, and the request's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
-    """Tokens that continue a prompt or another branch of it, and after which log probabilities are reported.
-
-    The branches of a request are numbered level by level, those that go on from the same one side by side. Branch 0 is
-    the prompt itself.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    candidates: tuple[int, ...] = ()
-    """The possible next tokens, whose log probabilities are reported."""
-    parent: int = 0
-    """The number of the branch that it goes on from."""
-    first_child: int = 0
-    num_children: int = 0
-
-    @property
-    def children(self) -> range:
-        """The numbers of the branches that go on from it."""
-        return range(self.first_child, self.first_child + self.num_children)
-
-
-class Pooling(StrEnum):
-    """Which hidden states, after the final norm, become the embedding of a prompt."""
-
-    LAST = "last"
-    FIRST = "first"
-    MEAN = "mean"
-    """The mean over all tokens."""
+from penstock.engine.planning.timings import Timings
+from penstock.engine.text.grammar import Guide
+from penstock.engine.text.thinking import Thinking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,112 +91,6 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(slots=True)
-class DraftCount:
-    """Drafts of one proposer, by position: whether one is right is only known if those before it are."""
-
-    drafted: list[int] = field(default_factory=list)
-    """The drafts that were verified."""
-    accepted: list[int] = field(default_factory=list)
-    """The verified drafts that were right."""
-
-    @property
-    def num_drafted(self) -> int:
-        return sum(self.drafted)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted)
-
-    def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Adds drafts of one sequence in one step, of which the first `num_accepted` were right."""
-        self.add(DraftCount([1] * num_drafted, [int(i < num_accepted) for i in range(num_drafted)]))
-
-    def add(self, other: DraftCount) -> None:
-        self.drafted = _sums(self.drafted, other.drafted)
-        self.accepted = _sums(self.accepted, other.accepted)
-
-
-def _sums(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
-
-
-class ExpertSums(NamedTuple):
-    """The experts that tokens chose, summed over layers and steps."""
-
-    num_touched: int
-    num_layers: int
-    """The layers that this is summed over."""
-
-    def since(self, before: ExpertSums) -> ExpertSums:
-        return ExpertSums(self.num_touched - before.num_touched, self.num_layers - before.num_layers)
-
-
-NO_EXPERTS = ExpertSums(0, 0)
-
-MAX_MARKS = 256
-"""Steps of one kind whose instants a sequence remembers."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Timings:
-    """The times of what happens to a sequence, in seconds on the engine's clock; -1 if it has not happened."""
-
-    arrival_s: float
-    num_prompt_tokens: int
-    scheduled_s: float = -1.0
-    first_token_s: float = -1.0
-    finished_s: float = -1.0
-    num_cached_tokens: int = -1
-    """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
-    num_output_tokens: int = 0
-    preempted_s: list[float] = field(default_factory=list)
-    """The times at which it gave way to others."""
-    resumed_s: list[float] = field(default_factory=list)
-    """The times at which it was scheduled again."""
-    prefills: list[tuple[float, int]] = field(default_factory=list)
-    """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
-    draft_steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
-    drafts: dict[str, DraftCount] = field(default_factory=dict)
-    """The counts of drafts by proposer."""
-    experts_before: ExpertSums | None = None
-    """The engine's sums when the first token came."""
-    experts: ExpertSums = NO_EXPERTS
-    """The experts of the steps after that one, whichever sequence's tokens chose them."""
-
-    @property
-    def num_preemptions(self) -> int:
-        return len(self.preempted_s)
-
-    def note_prefill(self, num_tokens: int, now: float) -> None:
-        """Remembers a step that computed prompt tokens."""
-        if len(self.prefills) < MAX_MARKS:
-            self.prefills.append((now, num_tokens))
-
-    def note_drafts(self, proposer: str, num_drafted: int, num_accepted: int, now: float) -> None:
-        """Remembers a step with drafts: the right ones are among the tokens that it brought, and one more."""
-        self.drafts.setdefault(proposer, DraftCount()).note(num_drafted, num_accepted)
-        if len(self.draft_steps) < MAX_MARKS:
-            self.draft_steps.append((now, num_drafted, num_accepted))
-
-    def note_first_token(self, now: float, experts: ExpertSums) -> bool:
-        """Returns whether this token is the first one."""
-        is_first = self.first_token_s < 0
-        if is_first:
-            self.first_token_s, self.experts_before = now, experts
-        return is_first
-
-    def note_end(self, num_output_tokens: int, now: float, experts: ExpertSums = NO_EXPERTS) -> None:
-        """Completes the timings; what the sequence did not live to see counts as happening now."""
-        if self.experts_before is not None:
-            self.experts = experts.since(self.experts_before)
-        self.finished_s, self.num_output_tokens = now, num_output_tokens
-        self.scheduled_s = self.scheduled_s if self.scheduled_s >= 0 else now
-        self.first_token_s = self.first_token_s if self.first_token_s >= 0 else now
-        self.num_cached_tokens = max(0, self.num_cached_tokens)
 
 
 @dataclass(slots=True)
@@ -376,7 +170,7 @@ class Sequence:
     awaited_hash: bytes = field(init=False, default=b"")
     """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
     text: object = field(init=False, default=None)
-    """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+    """State of the text side (a stop_strings.TextStream); the scheduler never looks inside."""
     guide: Guide | None = field(init=False, default=None)
     """The state of the masks of a guided sequence, from its first choice on; it has taken all output tokens."""
     thinking: Thinking | None = field(init=False, default=None)

@@ -22,8 +22,9 @@ from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.sequence_store import Counters
-from penstock.engine.planning.step import Chunk, Plan, RequestQueue
+from penstock.engine.planning.step import Chunk, Plan
 from penstock.engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
 
 __all__ = ["Counters", "Scheduler", "SchedulerLimits", "TokenSink"]

@@ -9,16 +9,9 @@ from dataclasses import dataclass
 
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import (
-    NO_EXPERTS,
-    ExpertSums,
-    FinishReason,
-    Output,
-    Request,
-    Sequence,
-    Timings,
-)
-from penstock.engine.planning.step import RequestQueue
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.request_queue import RequestQueue
+from penstock.engine.planning.timings import NO_EXPERTS, ExpertSums, Timings
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
-from penstock.engine.planning.step import RunnerFacts
 from penstock.engine.planning.step_results import SchedulerLimits
 
 

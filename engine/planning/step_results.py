@@ -9,20 +9,13 @@ from typing import Protocol
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import (
-    NO_LIMIT,
-    Branch,
-    ExpertSums,
-    FinishReason,
-    Output,
-    Pooling,
-    Request,
-    Sequence,
-    TokenLogprobs,
-)
+from penstock.engine.planning.params import Branch, Pooling
+from penstock.engine.planning.request import NO_LIMIT, FinishReason, Output, Request, Sequence, TokenLogprobs
+from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.sequence_store import SequenceStore
-from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
+from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
 from penstock.engine.planning.step_limit import StepLimit
+from penstock.engine.planning.timings import ExpertSums
 from penstock.engine.text.thinking import Thinking
 
 log = logging.getLogger("penstock.engine")

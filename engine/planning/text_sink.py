@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.text.detokenizer import make_detokenizer
 from penstock.engine.text.stop_strings import TextStream
 from penstock.engine.text.thinking import Thinking

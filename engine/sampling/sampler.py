@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.planning.request import SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Masks
 from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.sieve import Sieve

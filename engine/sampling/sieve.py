@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.params import SamplingParams
 from penstock.engine.sampling.noise import noise_keys
 from penstock.engine.sampling.reference import kept, processed
 from penstock.engine.sampling.tables import Filters, SamplingTables

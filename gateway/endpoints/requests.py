@@ -8,8 +8,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from penstock.engine.planning.params import Branch, SamplingParams
 from penstock.engine.planning.prefix_index import with_hashes
-from penstock.engine.planning.request import Branch, Request, SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.text.bans import Words
 from penstock.engine.text.grammar import CompiledGrammar, Grammar
 from penstock.engine.text.thinking import ThinkingBudget

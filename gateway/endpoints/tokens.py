@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.params import SamplingParams
 from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import ANY, looks_up, serves
 from penstock.gateway.endpoints.prompting import Prompting

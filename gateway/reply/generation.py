@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import cast
 
-from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.engine.planning.timings import Timings
 from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.http.connections import Connection, Timeouts

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import orjson
 
-from penstock.engine.planning.request import MAX_MARKS, DraftCount, Timings
+from penstock.engine.planning.timings import MAX_MARKS, DraftCount, Timings
 from penstock.gateway.errors import ApiError, anthropic_body, ollama_body
 from penstock.gateway.wire.parsing import CallBegun, Piece, ReplyParser
 from penstock.gateway.wire.writing import Counts

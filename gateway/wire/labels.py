@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from penstock.engine.planning.request import Branch
+from penstock.engine.planning.params import Branch
 
 LabelSteps = list[tuple[int, Sequence[int]]]
 """A label's tokens, in order: each is one of the candidates of a branch, at one of these places."""

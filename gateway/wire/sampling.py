@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from penstock.engine.planning.request import BeamParams, SamplingParams
+from penstock.engine.planning.params import BeamParams, SamplingParams
 from penstock.engine.planning.windows import most_tokens_of_forks
 from penstock.engine.text.bans import Words
 from penstock.engine.text.grammar import Grammar

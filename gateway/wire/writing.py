@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.engine.planning.timings import Timings
 from penstock.gateway.errors import ApiError
 from penstock.priority.lanes import Lane
 

@@ -14,7 +14,9 @@ from penstock.engine.config import MAX_DRAFTS, LoadOptions
 from penstock.engine.execution.loader import load_model
 from penstock.engine.model.checkpoint import read_tokenizer
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.planning.request import DraftCount, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
+from penstock.engine.planning.timings import DraftCount
 from penstock.gateway.wire.prompts import Prompts
 
 LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)

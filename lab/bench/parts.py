@@ -17,7 +17,8 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.program.interpreter import Interpreter
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.spec import GatedDelta, state_floats

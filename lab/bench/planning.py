@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from penstock.app.bench.statistics import percentile
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Plan, Sampled, StepResult
 from penstock.priority.queue import LaneQueue

@@ -19,7 +19,8 @@ from penstock.app.arguments import count, listed
 from penstock.app.measures import measure_reading
 from penstock.engine.cores import num_cores
 from penstock.engine.kernels.cpu.native import NativeChoose, NativeMostLikely, Team, load_library
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.tables import num_words
 

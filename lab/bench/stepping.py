@@ -14,11 +14,12 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.launching import launch_fitting
 from penstock.engine.planning.chunks import set_drafts
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import OPEN, Plan, StepInFlight
+from penstock.engine.planning.step import OPEN, Plan
 from penstock.priority.queue import LaneQueue
 
 

@@ -24,9 +24,12 @@ from penstock.engine.engine import Engine, EngineState
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.model.parse import read_config
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.device import RunnerFacts, StepInFlight
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport, StepResult
+from penstock.engine.planning.step import Plan, StepResult
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.priority.lanes import Lane

@@ -17,7 +17,8 @@ from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.loader import load_model
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import Plan
 
 _PROMPT_TOKENS = 32

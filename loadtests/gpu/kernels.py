@@ -26,7 +26,8 @@ from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.select import select
 from penstock.engine.model.parse import parse_config
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling.sampler import Sampler
 
 BLOCK_SIZE = 16

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.prefix_index import with_hashes
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.priority.lanes import Lane, Urgency
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.verdict import Refusal

@@ -11,8 +11,9 @@ from typing import Protocol
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.request_queue import RequestQueue, StepLoad
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
+from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
 from penstock.priority.baselines import FirstComeQueue
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue

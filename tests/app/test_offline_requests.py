@@ -13,13 +13,8 @@ from penstock.app.offline.calls import Call, Deliveries
 from penstock.app.offline.requests import Requests, Sampling
 from penstock.app.offline.settings import offline_settings
 from penstock.engine.engine import EngineState, EngineStats
-from penstock.engine.planning.request import (
-    FinishReason,
-    Output,
-    Pooling,
-    Request,
-    SamplingParams,
-)
+from penstock.engine.planning.params import Pooling, SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.access.keys import OPEN_TENANT
 from penstock.gateway.endpoints.requests import salt_of
 from penstock.priority.lanes import Lane

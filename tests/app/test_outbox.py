@@ -17,7 +17,7 @@ from penstock.app.build import Outbox, build, load_options
 from penstock.app.errors import OperatorError
 from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
-from penstock.engine.planning.step import StepReport
+from penstock.engine.planning.report import StepReport
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.priority.lanes import Tenant
 

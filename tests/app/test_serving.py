@@ -32,7 +32,7 @@ LONG = {
 FAILING = """
 import sys
 from penstock.app.cli import main
-from penstock.engine.planning.step import DeviceError
+from penstock.engine.planning.device import DeviceError
 import penstock.engine.engine
 
 gate = sys.argv.pop(1)

@@ -18,9 +18,10 @@ from penstock.cluster import members
 from penstock.cluster.queries import QueryReader
 from penstock.cluster.switch import MOST_CHOSEN, Switch, SwitchOptions
 from penstock.cluster.upstream import Address
+from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
-from penstock.engine.planning.request import Pooling, Request
+from penstock.engine.planning.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints.operations import OPERATIONS

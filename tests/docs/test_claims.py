@@ -31,7 +31,7 @@ from penstock.engine.model.gguf.container import TYPES
 from penstock.engine.model.gguf.kinds import KINDS
 from penstock.engine.parallel import group
 from penstock.engine.planning import block_map, lookup, pace, price, rehearsal
-from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.params import SamplingParams
 from penstock.engine.quant.storages import packing
 from penstock.engine.text import grammar_check, grammars
 from penstock.gateway import watch

@@ -13,12 +13,13 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.launching import launch_fitting
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.parallel.leader import Followers, ParallelRunner
+from penstock.engine.planning.device import Runner
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.masks import StepMasks
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import Plan, Runner, StepResult
+from penstock.engine.planning.step import Plan, StepResult
 from penstock.engine.text.grammar import CompiledGrammar
 from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue

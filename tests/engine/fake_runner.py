@@ -14,22 +14,16 @@ from dataclasses import dataclass
 from math import inf
 
 from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
+from penstock.engine.planning.device import OutOfMemory, RunnerFacts, StepInFlight
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.guesses import Guess
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import TokenSink
 from penstock.engine.planning.states import ChunkState
-from penstock.engine.planning.step import (
-    Chunk,
-    OutOfMemory,
-    Plan,
-    RunnerFacts,
-    Sampled,
-    StepInFlight,
-    StepResult,
-)
+from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
 from tests.engine.fake_states import FakeRows, FakeStates
 
 VOCABULARY = 50

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from penstock.engine.planning.device import OutOfMemory
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.states import ChunkState
-from penstock.engine.planning.step import Chunk, OutOfMemory, Plan, Sampled, StepResult
+from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.planning.request import BeamParams, Request, SamplingParams
+from penstock.engine.planning.params import BeamParams, SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 

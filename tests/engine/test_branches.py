@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.planning.request import Branch, FinishReason, Output, Request, SamplingParams
+from penstock.engine.planning.params import Branch, SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.priority.lanes import Lane
 from penstock.priority.routing.state import LaneWork
 from tests.engine.checkpoints import make_checkpoint

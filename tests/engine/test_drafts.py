@@ -20,8 +20,10 @@ from penstock.engine.execution.drafter import Drafter
 from penstock.engine.model.drafts import DraftSource, SharedTokens
 from penstock.engine.planning.drafting import Proposer
 from penstock.engine.planning.lookup import Lookup
-from penstock.engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.step import Plan
+from penstock.engine.planning.timings import DraftCount
 from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always

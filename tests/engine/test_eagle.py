@@ -16,7 +16,8 @@ from penstock.engine.execution import loader
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.lookup import Lookup
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.planning.step import Plan
 from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint

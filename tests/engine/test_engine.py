@@ -10,18 +10,13 @@ from queue import SimpleQueue
 import pytest
 
 from penstock.engine.engine import Engine, EngineState
-from penstock.engine.planning.request import ExpertSums, FinishReason, Output
+from penstock.engine.planning.device import DeviceError, RunnerFacts
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import FinishReason, Output
+from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import (
-    DeviceError,
-    ExpertLoad,
-    ExpertUse,
-    Plan,
-    RunnerFacts,
-    StepLoad,
-    StepReport,
-    StepResult,
-)
+from penstock.engine.planning.step import ExpertLoad, ExpertUse, Plan, StepResult
+from penstock.engine.planning.timings import ExpertSums
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 

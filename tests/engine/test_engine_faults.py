@@ -10,9 +10,11 @@ from queue import SimpleQueue
 import pytest
 
 from penstock.engine.engine import Engine, EngineState, EngineStats
+from penstock.engine.planning.device import DeviceError, RunnerFacts
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
+from penstock.engine.planning.step import Plan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 

@@ -17,17 +17,12 @@ from threading import Lock
 import pytest
 
 from penstock.engine.engine import Engine
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.device import DeviceError, OutOfMemory, RunnerFacts
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import (
-    Chunk,
-    DeviceError,
-    OutOfMemory,
-    Plan,
-    RunnerFacts,
-    StepReport,
-    StepResult,
-)
+from penstock.engine.planning.step import Chunk, Plan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, UnpricedDrafting, expected_output
 from tests.engine.fake_states import FakeStates

@@ -14,10 +14,12 @@ import pytest
 
 from penstock.engine import engine
 from penstock.engine.engine import Engine, EngineState
+from penstock.engine.planning.device import DeviceError, OutOfMemory, RunnerFacts
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import DeviceError, OutOfMemory, Plan, RunnerFacts, StepReport, StepResult
+from penstock.engine.planning.step import Plan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, FakeSink, drafting_always, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.engine.planning.lookup import Lookup
-from penstock.engine.planning.request import BeamParams, Request, SamplingParams
+from penstock.engine.planning.params import BeamParams, SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from tests.engine.driver import Driver

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY
 

@@ -14,8 +14,8 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.fields import Fields
 from penstock.engine.model.parse import parse_config, read_generation_defaults
 from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.planning.device import DeviceError
 from penstock.engine.planning.request import FinishReason
-from penstock.engine.planning.step import DeviceError
 from tests.engine.checkpoints import make_config
 from tests.engine.test_engine_faults import EngineHarness
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.rounding_noise import check_logprobs, error_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.engine.planning.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs
+from penstock.engine.planning.params import Pooling, SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, TokenLogprobs
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always

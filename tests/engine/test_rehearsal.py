@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.engine.engine import Engine, EngineState
+from penstock.engine.planning.device import DeviceError
 from penstock.engine.planning.rehearsal import Rehearsal
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import DeviceError, StepReport
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import NativeUnavailable, Team, load_library
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config

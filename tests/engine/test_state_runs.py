@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.lookup import Lookup
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import make_eagle
 from tests.engine.fake_runner import drafting_always

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.text.thinking import Thinking, ThinkingBudget
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver

@@ -10,10 +10,11 @@ from threading import Lock
 from hypothesis import strategies as st
 
 from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.planning.step import Plan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 

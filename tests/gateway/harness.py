@@ -23,10 +23,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from penstock.app.listen import bind
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap, block_map
-from penstock.engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import StepReport
 from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.planning.timings import Timings
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.app import create_app

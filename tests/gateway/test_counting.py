@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.planning.request import DraftCount, FinishReason, Request
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.engine.planning.timings import DraftCount
 from penstock.gateway import instruments
 from penstock.gateway.instruments import Exposition
 from penstock.gateway.metrics import Metrics

@@ -14,9 +14,11 @@ from penstock.engine.config import LoadOptions
 from penstock.engine.engine import Engine, EngineState
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.planning.device import RunnerFacts, StepInFlight
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport
+from penstock.engine.planning.step import Plan
 from penstock.priority.queue import LaneQueue
 from tests.engine.driver import NoText
 from tests.gpu.cuda import DEVICE

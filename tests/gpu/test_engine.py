@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.rounding_noise import check_logprobs, error_of
 from tests.gpu.cuda import DEVICE, needs_cuda

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.tables import Filters
 from tests.engine.kernels.triton.allowed_tokens import checked_sample

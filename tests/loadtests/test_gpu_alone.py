@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadtests.gpu import alone
-from penstock.engine.planning.step import StepReport
+from penstock.engine.planning.report import StepReport
 
 
 def test_only_steps_of_all_streams_that_prefill_nothing_are_a_pace() -> None:

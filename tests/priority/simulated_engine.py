@@ -8,9 +8,11 @@ from dataclasses import replace
 from math import inf
 
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
+from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import Plan, StepLoad
+from penstock.engine.planning.step import Plan
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 from penstock.priority.shares import cost_of

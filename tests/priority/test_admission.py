@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
-from penstock.engine.planning.step import StepLoad
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.request_queue import StepLoad
 from penstock.priority.admission import Admission
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Urgency
 from penstock.priority.pacing import ALONE_SLACK

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import UNLIMITED
+from penstock.engine.planning.request_queue import UNLIMITED
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.pacing import NO_STREAMS, StepPlanner, Streams
 from penstock.priority.simulator.run import Machine, simulate

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
+from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.prefix_index import block_hash, chain_start, prompt_hashes
-from penstock.engine.planning.request import Output, Request, SamplingParams
+from penstock.engine.planning.request import Output, Request
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.errors import invalid
 from penstock.gateway.http.connections import Timeouts

@@ -21,8 +21,9 @@ from penstock.engine.kernels.experts import route
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.split import split_config
-from penstock.engine.planning.request import ExpertSums
-from penstock.engine.planning.step import ExpertLoad, ExpertUse, StepReport
+from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.step import ExpertLoad, ExpertUse
+from penstock.engine.planning.timings import ExpertSums
 from penstock.engine.spec import Experts, Router
 from penstock.gateway.metrics import Metrics
 from tests.engine.driver import Driver

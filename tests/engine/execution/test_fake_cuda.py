@@ -18,8 +18,11 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import LaunchedStep, ModelRunner
 from penstock.engine.kernels.kv_cache import QUANTIZED
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.planning.request import Pooling, Sequence
-from penstock.engine.planning.step import DraftSeconds, OutOfMemory, Plan, StepResult
+from penstock.engine.planning.device import OutOfMemory
+from penstock.engine.planning.params import Pooling
+from penstock.engine.planning.request import Sequence
+from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.timings import DraftSeconds
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle

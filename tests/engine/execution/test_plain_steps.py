@@ -13,9 +13,10 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.plain_steps import PlainStepInFlight
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.planning.chunks import is_plain
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.planning.step import Plan
 from penstock.engine.program.native_steps import NativeStep
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask

@@ -7,8 +7,9 @@ import torch
 
 from penstock.engine.config import MAX_DRAFTS
 from penstock.engine.execution.runner import LaunchedStep, ModelRunner
-from penstock.engine.planning.request import Request, SamplingParams
-from penstock.engine.planning.step import DeviceError, RunnerFacts
+from penstock.engine.planning.device import DeviceError, RunnerFacts
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import make_request

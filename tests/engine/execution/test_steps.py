@@ -24,11 +24,13 @@ from penstock.engine.execution.seats import StepShape
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.device import DeviceError, OutOfMemory, Runner, StepInFlight
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import BeamParams, SamplingParams
+from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
+from penstock.engine.planning.step import Masks, Plan
 from penstock.engine.program.decoders import ForwardPass
 from penstock.priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint

@@ -19,9 +19,11 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.execution.seats import StepShape
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.drafts import DraftSource, SharedTokens
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Proposer
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import DraftSeconds, Masks, Plan, StepInFlight
+from penstock.engine.planning.step import Masks, Plan
+from penstock.engine.planning.timings import DraftSeconds
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
 from tests.engine.fake_runner import UnpricedDrafting

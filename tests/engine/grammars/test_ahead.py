@@ -14,9 +14,9 @@ from penstock.engine.config import LoadOptions
 from penstock.engine.engine import Engine
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Output
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import StepReport
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue

@@ -15,7 +15,8 @@ from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.planning import masks as module
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.masks import ForcedTokens, StepMasks
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.step import Chunk, Plan
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.sampling.tables import Filters

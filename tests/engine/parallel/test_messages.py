@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.states import ChunkState, Save
-from penstock.engine.planning.step import Chunk, Masks, Plan, StepInFlight
+from penstock.engine.planning.step import Chunk, Masks, Plan
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples

@@ -19,8 +19,10 @@ from penstock.engine.errors import CheckpointError
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.split import check_split
 from penstock.engine.parallel.leader import Followers, ParallelRunner
-from penstock.engine.planning.request import BeamParams, Pooling, Request, SamplingParams, Sequence
-from penstock.engine.planning.step import DeviceError, Plan, RunnerFacts, StepInFlight
+from penstock.engine.planning.device import DeviceError, RunnerFacts, StepInFlight
+from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
+from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import Plan
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike

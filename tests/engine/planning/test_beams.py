@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.beams import BeamSearch
-from penstock.engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
+from penstock.engine.planning.params import BeamParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence, TokenLogprobs
 from penstock.engine.planning.step import Chunk, Sampled
 from penstock.engine.planning.windows import most_tokens_of_forks
 from tests.engine.fake_runner import VOCABULARY, FakeRunner, expected_output, make_request, next_token

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import make_request

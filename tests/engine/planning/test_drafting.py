@@ -8,8 +8,9 @@ from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import _MOST_BEHIND, Pace
 from penstock.engine.planning.price import value
-from penstock.engine.planning.request import DraftCount, FinishReason, Sequence
+from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.timings import DraftCount
 from tests.engine.fake_runner import drafting_always, make_request
 
 COST = (0.9, 0.1)

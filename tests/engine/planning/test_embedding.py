@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.errors import CheckpointError
 from penstock.engine.planning.embedding import Embedding, read_embedding
-from penstock.engine.planning.request import Pooling
+from penstock.engine.planning.params import Pooling
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

@@ -16,9 +16,9 @@ from penstock.engine.planning import prefix_events as events
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
 from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import StepReport
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads

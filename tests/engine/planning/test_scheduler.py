@@ -10,9 +10,10 @@ import pytest
 from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import MAX_MARKS, FinishReason, Output, Request
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Plan
+from penstock.engine.planning.timings import MAX_MARKS
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeProposer,

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.engine.launching import launch_fitting
+from penstock.engine.planning.device import OutOfMemory, StepInFlight
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import OutOfMemory, Plan, StepInFlight
+from penstock.engine.planning.step import Plan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.engine.launching import launch_fitting
 from penstock.engine.planning.blocks import BlockPool
+from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
@@ -19,7 +20,7 @@ from penstock.engine.planning.request import FinishReason, Output, Request, Sequ
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import fit_limits, make_memory
 from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import Plan, StepInFlight
+from penstock.engine.planning.step import Plan
 from penstock.gateway.sessions.prefixes.sharing import choose_prefixes
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.priority.queue import LaneQueue

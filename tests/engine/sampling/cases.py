@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.sampler import Sampler

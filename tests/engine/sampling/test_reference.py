@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import SamplingParams
+from penstock.engine.planning.params import SamplingParams
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.reference import LEVELS_PER_NAT, MASS_UNIT
 from penstock.engine.sampling.sampler import Sampler

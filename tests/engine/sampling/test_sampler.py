@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.noise import noise_keys, split_mix
 from penstock.engine.sampling.sampler import Sampler, has_penalties

@@ -15,7 +15,8 @@ import tokenizers
 from pydantic import TypeAdapter
 
 from penstock.engine.planning.masks import start_guide
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.text import grammars as module
 from penstock.engine.text.grammar import Grammar, GrammarKind, Guide
 from penstock.engine.text.grammar_check import GrammarCheck

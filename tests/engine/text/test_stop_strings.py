@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.stop_strings import StopStrings, TextStream
 from penstock.engine.text.tokenizer import Tokenizer

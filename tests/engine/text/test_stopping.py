@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.detokenizer import make_detokenizer
 from penstock.engine.text.stop_strings import StopStrings, TextStream

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.gateway.access.keys import OPEN_TENANT, digest_of
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.lanes import TPOT_HEADER, TTFT_HEADER

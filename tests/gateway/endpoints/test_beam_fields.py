@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.request import BeamParams, FinishReason, Request
+from penstock.engine.planning.params import BeamParams
+from penstock.engine.planning.request import FinishReason, Request
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.wire.sampling import SamplingDefaults

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.embedding import Embedding
-from penstock.engine.planning.request import FinishReason, Pooling, Request
+from penstock.engine.planning.params import Pooling
+from penstock.engine.planning.request import FinishReason, Request
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
 from tests.gateway.endpoints.test_openai_client import connected

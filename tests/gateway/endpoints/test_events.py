@@ -15,9 +15,10 @@ import pytest
 
 from penstock.engine.planning.block_map import BlockMap
 from penstock.engine.planning.prefix_events import Dropped, Stored
-from penstock.engine.planning.request import DraftCount
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import NO_SECONDS, DraftSeconds, ExpertUse, StepReport
+from penstock.engine.planning.step import ExpertUse
+from penstock.engine.planning.timings import NO_SECONDS, DraftCount, DraftSeconds
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints import events
 from penstock.gateway.service import ServiceOptions

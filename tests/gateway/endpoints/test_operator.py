@@ -9,7 +9,8 @@ from importlib import metadata
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.planning.request import DraftCount, FinishReason
+from penstock.engine.planning.request import FinishReason
+from penstock.engine.planning.timings import DraftCount
 from penstock.gateway.access.keys import Access, digest_of
 from penstock.gateway.endpoints.models import reasoning_of
 from penstock.gateway.errors import ApiError

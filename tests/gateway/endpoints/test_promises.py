@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.planning.prefix_index import prompt_hashes
-from penstock.engine.planning.step import StepLoad
+from penstock.engine.planning.request_queue import StepLoad
 from penstock.gateway.service import ServiceOptions
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from tests.gateway.harness import MODEL, Gateway, chat_body, client

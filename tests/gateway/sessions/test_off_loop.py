@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, TokenLogprobs
 from penstock.gateway import off_loop
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.reply.whole import whole, whole_json

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.parsing import Piece, ReplyParser
 from penstock.gateway.wire.reading import Reading

@@ -8,14 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import (
-    MAX_MARKS,
-    DraftCount,
-    ExpertSums,
-    FinishReason,
-    Request,
-    SamplingParams,
-)
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.engine.planning.timings import MAX_MARKS, DraftCount, ExpertSums
 from penstock.gateway.errors import ApiError
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, Extras, TextWriter

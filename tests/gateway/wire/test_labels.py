@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import Branch, Request, SamplingParams
+from penstock.engine.planning.params import Branch, SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.gateway.wire.decided import (
     choice_confidence,
     expected_level,

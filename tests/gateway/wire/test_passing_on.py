@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Output, Request
-from penstock.engine.planning.step import StepReport
 from penstock.gateway.http.connections import SEND, WRITABLE
 from penstock.gateway.reply import generation as live
 from penstock.gateway.service import ServiceOptions

@@ -14,7 +14,7 @@ from lab.bench.depth_plot import draw_depths
 from lab.bench.report import _print_depths
 from penstock.app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from penstock.engine.kernels.cpu.native import NativeUnavailable, load_library
-from penstock.engine.planning.request import DraftCount
+from penstock.engine.planning.timings import DraftCount
 
 
 def test_acceptance_is_of_the_drafts_after_right_ones() -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from penstock.engine.kernels.triton import sampling
 from penstock.engine.kernels.triton.sampling import TritonChoose
 from penstock.engine.kernels.triton.sampling_rows import gumbel_noise
-from penstock.engine.planning.request import Request, SamplingParams, Sequence
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from penstock.engine.sampling.sampler import Sampler

@@ -22,7 +22,8 @@ from penstock.engine.model.parse import read_config
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import make_recipe
 from penstock.engine.model.weights import load_weights
-from penstock.engine.planning.request import Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import Request
 from penstock.engine.program.parameters import AttentionWeights, MlpWeights, Weights
 from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.quant.integers import Integers

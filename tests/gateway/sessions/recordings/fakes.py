@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.sessions.recordings.kinds import details_of, writers_of
 from penstock.gateway.sessions.recordings.recording import Reader, Recording

@@ -8,7 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.gateway.sessions.recordings.journal import replay, words_of
 from tests.few import examples
 from tests.gateway.harness import make_timings

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.engine import EngineState
-from penstock.engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Request, TokenLogprobs
 from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
 from penstock.engine.text.thinking import ThinkingBudget
 from penstock.gateway.errors import ApiError

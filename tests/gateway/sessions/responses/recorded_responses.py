@@ -9,7 +9,8 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.engine.planning.request import FinishReason, Output, Request, SamplingParams
+from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import ApiError
 from penstock.gateway.limits import Limits
