@@ -168,8 +168,8 @@ class Engine:
         if scheduler is None:
             return EngineStats()
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.sequences.running),
+            num_waiting=len(scheduler.sequences.waiting),
             num_blocks=scheduler.memory.pool.num_blocks - 1,
             block_size=scheduler.memory.block_size,
             num_free_blocks=scheduler.memory.pool.num_free,
@@ -177,7 +177,7 @@ class Engine:
             num_kv_tokens=scheduler.memory.num_kv_tokens,
             num_free_tokens=scheduler.memory.num_free_tokens,
             num_steps=self._num_steps,
-            num_preemptions=scheduler.counters.num_preemptions,
+            num_preemptions=scheduler.sequences.counters.num_preemptions,
             num_pool_violations=self._num_pool_violations,
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_num_seqs=scheduler.limits.max_num_seqs,
@@ -241,7 +241,7 @@ class Engine:
             self._turn(scheduler)
         self._land_but(scheduler, 0)
         for request_id in rehearsal.end():
-            scheduler.cancel(request_id, self._clock())
+            scheduler.sequences.cancel(request_id, self._clock())
         self._forget_departed(scheduler)
         rehearsal.tell()
         self._queue, self._deliver = queue, deliver
@@ -282,7 +282,7 @@ class Engine:
         is_at_rest = not plan.chunks and not self._flights
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0, plan)  # or else their tokens would wait for this step, too
-            if scheduler.withdraw_ended(plan):
+            if scheduler.size.withdraw_ended(plan):
                 self._report(scheduler, Plan(), started)  # or else its memory would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
@@ -362,11 +362,11 @@ class Engine:
             except Exception as fault:
                 log.warning("nor did the step after it end well: %s", fault)
             plans.append(flight.plan)
-        scheduler.give_up(plans if planned is None else [*plans, planned])
+        scheduler.size.give_up(plans if planned is None else [*plans, planned])
         self._forget_departed(scheduler)
 
     def _forget_departed(self, scheduler: Scheduler) -> None:
-        departed = scheduler.take_departed()
+        departed = scheduler.sequences.take_departed()
         self._runner.forget(departed)
         if scheduler.drafting is not None:
             scheduler.drafting.forget(departed)
@@ -377,7 +377,7 @@ class Engine:
         num_prefill, num_drafts = plan.num_prefill, plan.num_drafts
         if plan.chunks:
             self._queue.observe(step_load(scheduler, plan, now - started - plan.drafting_s))
-        counters, before = scheduler.counters, self._reported
+        counters, before = scheduler.sequences.counters, self._reported
         drafting, failed, draft_seconds = scheduler.drafting, list[str](), NO_SECONDS
         if drafting is not None:
             failed, drafting.failed = drafting.failed, []
@@ -393,8 +393,8 @@ class Engine:
                 drafts=_drafts(plan) if num_drafts else {},
                 draft_seconds=draft_seconds,
                 failed_proposers=failed,
-                num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
+                num_running=len(scheduler.sequences.running),
+                num_waiting=len(scheduler.sequences.waiting),
                 num_blocks=scheduler.memory.pool.num_blocks - 1,
                 num_free_blocks=scheduler.memory.pool.num_free,
                 num_preemptions=counters.num_preemptions - before.num_preemptions,
@@ -411,11 +411,11 @@ class Engine:
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:
         outputs: list[Output] = []
         while self._cancels:
-            outputs.extend(scheduler.cancel(self._cancels.popleft(), now))
+            outputs.extend(scheduler.sequences.cancel(self._cancels.popleft(), now))
         return outputs
 
     def _rest(self, scheduler: Scheduler) -> None:
-        if scheduler.is_idle and not self._proven:
+        if scheduler.sequences.is_idle and not self._proven:
             self._prove(scheduler)
         self._awake.wait(_IDLE_WAIT_S)
 
@@ -423,12 +423,12 @@ class Engine:
         """Checks that every block is free while no sequence runs; if one is not, the pool starts afresh."""
         self._proven = True
         try:
-            scheduler.check()
+            scheduler.sequences.check()
         except PoolViolation as violation:
             log.error("KV pool violation, starting it afresh: %s", violation)
             self._num_pool_violations += 1
             self._scheduler = None
-            scheduler.memory = self._new_scheduler().memory
+            scheduler.start_afresh(self._new_scheduler().memory)
             self._prefix_log.clear()
             self._scheduler = scheduler
 
@@ -439,7 +439,7 @@ class Engine:
         scheduler = self._scheduler
         if scheduler is not None:
             now = self._clock()
-            outputs = self._undelivered + scheduler.fail_all("the engine failed", now)
+            outputs = self._undelivered + scheduler.sequences.fail_all("the engine failed", now)
             try:
                 self._deliver(StepReport(outputs=outputs, started_s=now, error=self.error))
             except Exception:

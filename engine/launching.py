@@ -49,7 +49,7 @@ def launch_fitting(
             step.choose()
             return step
         except OutOfMemory as error:
-            if not scheduler.shrink(plan):
+            if not scheduler.size.halve(plan):
                 raise
             log.warning(
                 "the device has no room for a step of %d tokens, %d are tried: %s",
@@ -92,10 +92,10 @@ def step_load(scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
         num_context_tokens=plan.num_context,
         num_attended=plan.num_attended,
         duration_s=duration_s,
-        num_running=len(scheduler.running),
+        num_running=len(scheduler.sequences.running),
         max_num_seqs=scheduler.limits.max_num_seqs,
         max_batch_tokens=scheduler.most_tokens,
         num_free_tokens=scheduler.memory.num_free_tokens,
         num_kv_tokens=scheduler.memory.num_kv_tokens,
-        preempted=scheduler.preempted,
+        preempted=scheduler.sequences.preempted,
     )

@@ -14,30 +14,30 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as ListLike
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
+from penstock.engine.planning.chunks import withdraw
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
-from penstock.engine.planning.sequence_store import Counters
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.sequences import Counters, Sequences
+from penstock.engine.planning.step import Chunk, Plan, StepResult
 from penstock.engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
+from penstock.engine.planning.step_size import StepSize, urgency
 
 __all__ = ["Counters", "Scheduler", "SchedulerLimits", "TokenSink"]
 
 _BELOW_ALL_LANES = 1 << 30
 
 
-class Scheduler(StepResults):
+class Scheduler:
     """Plans steps of the engine's sequences and applies their results.
 
     It is not thread-safe: the step thread owns it. Every plan with chunks is ended by `commit` or `fail_step`, in the
-    order in which the plans were made, unless `withdraw_ended` leaves nothing of it; `cancel`, `preempt` and `fail` may
-    come at any time between these calls.
+    order in which the plans were made, unless `size` withdraws all of it or gives it up; its `sequences` may be
+    cancelled, fail and give way at any time between these calls.
     """
 
     def __init__(
@@ -49,7 +49,14 @@ class Scheduler(StepResults):
         drafting: Drafting | None = None,
     ) -> None:
         memory.limit_chunks(limits.max_batch_tokens)
-        super().__init__(queue, memory, sink, limits, drafting)
+        self.memory = memory
+        self.limits = limits
+        self.drafting = drafting
+        self.max_len = min(limits.max_model_len, memory.max_tokens)
+        self.sequences = sequences = Sequences(queue, memory)
+        self.queue = queue
+        self._results = StepResults(sequences, queue, sink, limits.max_num_seqs, self.max_len)
+        self.size = StepSize(sequences, limits.max_batch_tokens)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._scored_left = 0
@@ -73,22 +80,26 @@ class Scheduler(StepResults):
     @property
     def most_tokens(self) -> int:
         """Tokens that a step may have at present: fewer for a while after one that the device had no room for."""
-        return self._step_limit.num_tokens
+        return self.size.num_tokens
 
     @property
     def awaits_tokens(self) -> bool:
         """Whether steps in flight must land before the next is planned, because it may have drafts."""
         return self.drafting is not None and self.drafting.is_due
 
+    def start_afresh(self, memory: SequenceMemory) -> None:
+        """Goes on with an empty memory, while there is no sequence."""
+        self.memory = self.sequences.memory = memory
+
     def plan(self, now: float) -> Plan:
         """Plans the next step and advances `num_computed` of its sequences; `commit` takes the result."""
         plan = Plan()
-        self.planned_s = now
-        self._num_preemptions_before = self.counters.num_preemptions
+        self.sequences.planned_s = now
+        self._num_preemptions_before = self.sequences.counters.num_preemptions
         self._candidates, self._candidates_before = {}, self._candidates
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         decodes, chunked = self._sort_running()
-        allowance = self.queue.allowance(self.running, decodes, chunked)
+        allowance = self.queue.allowance(self.sequences.running, decodes, chunked)
         self._scored_left = self.limits.max_scored
         self._note_passed_over()
         self._tokens_left = min(allowance.num_decodes, self.most_tokens)
@@ -108,88 +119,20 @@ class Scheduler(StepResults):
             self.memory.assign(plan)
         return plan
 
-    def shrink(self, plan: Plan) -> bool:
-        """Halves a step that was just planned and that the device had no room for.
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+        """Applies the result of a step; see StepResults."""
+        self.size.note_fitted()
+        return self._results.commit(plan, result, now)
 
-        Chunks of many tokens are cut first, then decodes, the least urgent ones first. A later step computes what is
-        left out; nothing is computed again but for sequences with a state, which the step may have changed. Steps to
-        come are as small, until many of them have come back.
-
-        Returns:
-            False, and nothing has changed, if the step has one token. Of a step of beams, or of sequences that ended
-            while it waited for tokens in flight, nothing may be left.
-        """
-        num_left = plan.num_tokens - plan.num_tokens // 2
-        if num_left == plan.num_tokens:
-            return False
-        if self.withdraw_ended(plan):
-            return True
-        for sequence in self.memory.take_back(plan):
-            self._preempt_planned(plan, sequence)
-        drop_drafts(plan)
-        num_over = plan.num_tokens - num_left
-        order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
-        while num_over > 0 and order:
-            chunk = order.pop()
-            if chunk.sequence.finish_reason is not None:  # it was left out with another beam of its search
-                continue
-            num_tokens = min(num_over, chunk.num_tokens)
-            num_over -= num_tokens
-            if num_tokens < chunk.num_tokens:
-                cut(plan, chunk, num_tokens)
-            else:
-                self._leave_out(plan, chunk)
-        self._step_limit.shrink(max(1, plan.num_tokens))
-        self.memory.assign(plan)
-        if not plan.chunks:
-            self._preempt_torn(plan)
-        return True
-
-    def give_up(self, plans: ListLike[Plan]) -> None:
-        """Ends steps without a result, the first for want of memory and the others because they followed it.
-
-        Their sequences give way, and steps to come are half as large, until many of them have come back.
-
-        Args:
-            plans: all steps in flight, in the order in which they were made; the first has several tokens.
-        """
-        self._step_limit.shrink(plans[0].num_tokens // 2)
-        sequences = {chunk.sequence: None for plan in plans for chunk in plan.chunks}
-        for plan in reversed(plans):
-            for chunk in plan.chunks[:]:
-                if chunk.sequence not in self.running or chunk.is_stale:
-                    withdraw(plan, chunk.sequence)
-            self.memory.take_back(plan)
-            for chunk in plan.chunks[:]:
-                withdraw(plan, chunk.sequence)
-        for plan in plans:
-            self.memory.end_step(plan.number, has_failed=True)
-        for sequence in sequences:
-            if sequence in self.running:
-                self.preempt(sequence)
-        for plan in plans:
-            self._preempt_torn(plan)
-
-    def withdraw_ended(self, plan: Plan) -> bool:
-        """Takes the sequences out of a plan that have ended since it was made.
-
-        Returns:
-            Whether it had no other. Then it will never be launched and is ended here, or what is given back would wait
-            for it.
-        """
-        ended = [chunk.sequence for chunk in plan.chunks if chunk.sequence.finish_reason is not None]
-        for sequence in ended:
-            withdraw(plan, sequence)
-        is_empty = bool(ended) and not plan.chunks
-        if is_empty:
-            self.memory.end_step(plan.number, has_failed=True)
-        return is_empty
+    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
+        """Ends the sequences of a step that brought no result; called in place of `commit`."""
+        return self._results.fail(plan, error, now)
 
     # Planning running sequences
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the running sequences that have one token to compute, and those that have more."""
-        running = self.running
+        running = self.sequences.running
         remaining = [sequence.num_remaining for sequence in running]
         if remaining.count(1) == len(remaining):
             return running[:], []
@@ -205,7 +148,7 @@ class Scheduler(StepResults):
         """
         if len(decodes) <= room:
             return decodes
-        decodes.sort(key=_urgency)
+        decodes.sort(key=urgency)
         lane = decodes[room].request.lane
         num_sure = min(room - 1, sum(1 for s in decodes if s.request.lane < lane))
         sure, others = decodes[:num_sure], decodes[num_sure:]
@@ -251,7 +194,9 @@ class Scheduler(StepResults):
     def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
         """Returns how many tokens of a longer chunk the step has room for."""
         most = min(num_remaining, self._tokens_left, self.memory.max_chunk)
-        return min(most, self._scored_left) if sequence.is_scored and len(self.running) > 1 else most
+        return (
+            min(most, self._scored_left) if sequence.is_scored and len(self.sequences.running) > 1 else most
+        )
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Grows the sequence's table, preempting as the queue says; None if it gave way itself, or has to wait.
@@ -261,7 +206,7 @@ class Scheduler(StepResults):
         while (copies := self.memory.grow(sequence, num_tokens)) is None:
             if self.memory.will_have_room(sequence, num_tokens):
                 return None
-            self._preempt_planned(plan, self.queue.victim(self.running, sequence) or sequence)
+            self._preempt_planned(plan, self.queue.victim(self.sequences.running, sequence) or sequence)
             if not sequence.block_table:
                 return None
         return copies
@@ -272,20 +217,7 @@ class Scheduler(StepResults):
             return
         for sequence in victim.together:
             self._tokens_left += withdraw(plan, sequence)
-        self.preempt(victim)
-
-    def _leave_out(self, plan: Plan, chunk: Chunk) -> None:
-        """Leaves a whole chunk to a later step.
-
-        The sequence keeps its blocks, unless some are to be copied first. Then it gives way: this step may yet fail,
-        and the copies would never be made.
-        """
-        sequence = chunk.sequence
-        awaits_copies = any(target in sequence.block_table for _, target in plan.copies)
-        for leaving in sequence.together if awaits_copies else [sequence]:
-            withdraw(plan, leaving)
-        if awaits_copies:
-            self.preempt(sequence)
+        self.sequences.preempt(victim)
 
     # Admitting waiting sequences and queued requests
 
@@ -294,9 +226,9 @@ class Scheduler(StepResults):
 
         Nobody resumes in a step for which somebody gave way: the two would take the same blocks in turn.
         """
-        if self.counters.num_preemptions != self._num_preemptions_before:
+        if self.sequences.counters.num_preemptions != self._num_preemptions_before:
             return
-        waiting = deque(sorted(self.waiting, key=_urgency))
+        waiting = deque(sorted(self.sequences.waiting, key=urgency))
         while waiting:
             sequence = waiting.popleft()
             if sequence.request.lane >= above or self._tokens_left <= 0:
@@ -309,9 +241,9 @@ class Scheduler(StepResults):
                 continue
             if max(self._shortage(sequence)) > 0:
                 return
-            self.waiting.remove(sequence)
+            self.sequences.waiting.remove(sequence)
             if sequence.followers:
-                waiting.appendleft(self._follow(sequence))
+                waiting.appendleft(self._results.follow(sequence))
             self._start(plan, sequence, now)
 
     def _admit_queued(
@@ -321,7 +253,9 @@ class Scheduler(StepResults):
 
         A waiting sequence goes before requests of its lane and below, unless it is deferred for the first time.
         """
-        lanes = [s.request.lane for s in self.waiting if s.num_preemptions or not self._is_deferred(s)]
+        lanes = [
+            s.request.lane for s in self.sequences.waiting if s.num_preemptions or not self._is_deferred(s)
+        ]
         above = min(lanes if above is None else [above, *lanes], default=None)
         way_was_made = False
         while self._tokens_left > 0 and self._num_deferred() < self.limits.max_num_seqs:
@@ -340,9 +274,9 @@ class Scheduler(StepResults):
         sequence.order = self._num_started
         self._num_started += 1
         if isinstance(sequence, BeamSequence):
-            self.searches.append(sequence.beams)
+            self.sequences.searches.append(sequence.beams)
         if self._defer(sequence):
-            self._enqueue_waiting(sequence)
+            self.sequences.enqueue(sequence)
         else:
             self._start(plan, sequence, now)
 
@@ -355,7 +289,7 @@ class Scheduler(StepResults):
         seats, blocks = self._shortage(sequence)
         blocks -= self.memory.num_returning
         victims: list[Sequence] = []
-        candidates = iter(self.queue.giving_way(request, self.running))
+        candidates = iter(self.queue.giving_way(request, self.sequences.running))
         while seats > 0 or blocks > 0:
             victim = next(candidates, None)
             if victim is None:
@@ -377,12 +311,12 @@ class Scheduler(StepResults):
         return self.memory.index.is_pending(sequence.awaited_hash, sequence.request.lane)
 
     def _num_deferred(self) -> int:
-        return sum(1 for s in self.waiting if not s.num_preemptions)
+        return sum(1 for s in self.sequences.waiting if not s.num_preemptions)
 
     def _shortage(self, sequence: Sequence) -> tuple[int, int]:
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
-        seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
-        seats = self.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
+        seats_left, blocks_left = self._left_free(sequence) if self.sequences.running else (0, 0)
+        seats = self.sequences.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
         return seats, self.memory.num_free_needed(sequence) + blocks_left - self.memory.pool.num_free
 
     def _left_free(self, sequence: Sequence) -> tuple[int, int]:
@@ -393,7 +327,7 @@ class Scheduler(StepResults):
         urgent than its own leave it half of the pool at most.
         """
         lane, num_blocks = sequence.request.lane, self.memory.pool.num_blocks - 1
-        for_running, passed_over = 1 + len(self.running) // 4, self._passed_over
+        for_running, passed_over = 1 + len(self.sequences.running) // 4, self._passed_over
         if self._is_passed_over(sequence.request):
             return 0, for_running
         shares = self.limits.kv_shares
@@ -439,19 +373,15 @@ class Scheduler(StepResults):
 
     def _start(self, plan: Plan, sequence: Sequence, now: float) -> None:
         self.memory.start(sequence)
-        self.running.append(sequence)
+        self.sequences.running.append(sequence)
         if self._is_passed_over(sequence.request):
             self._passed_over = None
         timings = sequence.timings
         if timings.num_cached_tokens < 0:  # it starts for the first time
             timings.scheduled_s = now
             timings.num_cached_tokens = sequence.num_computed
-            self.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
-            self.counters.num_prefix_hit_tokens += sequence.num_computed
+            self.sequences.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
+            self.sequences.counters.num_prefix_hit_tokens += sequence.num_computed
         elif sequence.num_preemptions:
             timings.resumed_s.append(now)
         self._plan_chunk(plan, sequence, sequence.num_remaining)
-
-
-def _urgency(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.lane, sequence.order

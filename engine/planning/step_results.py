@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.drafting import Drafting
-from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.params import Branch, Pooling
 from penstock.engine.planning.request import NO_LIMIT, FinishReason, Output, Request, Sequence, TokenLogprobs
 from penstock.engine.planning.request_queue import RequestQueue
-from penstock.engine.planning.sequence_store import SequenceStore
+from penstock.engine.planning.sequences import Sequences
 from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
-from penstock.engine.planning.step_limit import StepLimit
 from penstock.engine.planning.timings import ExpertSums
 from penstock.engine.text.thinking import Thinking
 
@@ -59,32 +56,30 @@ class SchedulerLimits:
     """
 
 
-class StepResults(SequenceStore):
-    """Applies the results of the steps that were planned of its sequences."""
+class StepResults:
+    """Applies the results of steps to the sequences that they were planned of."""
 
     def __init__(
         self,
+        sequences: Sequences,
         queue: RequestQueue,
-        memory: SequenceMemory,
         sink: TokenSink,
-        limits: SchedulerLimits,
-        drafting: Drafting | None = None,
+        max_num_seqs: int,
+        max_len: int,
     ) -> None:
-        super().__init__(queue, memory)
-        self.sink = sink
-        self.limits = limits
-        self.drafting = drafting
-        self.max_len = min(limits.max_model_len, memory.max_tokens)
-        self._step_limit = StepLimit(limits.max_batch_tokens)
+        self._sequences = sequences
+        self._queue = queue
+        self._sink = sink
+        self._max_num_seqs = max_num_seqs
+        self._max_len = max_len
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
-        memory = self.memory
+        memory = self._sequences.memory
         memory.end_step(plan.number)
-        self._step_limit.note_fitted()
         if (use := result.experts) is not None:
-            touched, layers = self.experts
-            self.experts = ExpertSums(touched + use.num_touched, layers + use.num_layers)
+            touched, layers = self._sequences.experts
+            self._sequences.experts = ExpertSums(touched + use.num_touched, layers + use.num_layers)
         confirm, outputs = memory.commit, list[Output]()
         work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
@@ -116,24 +111,16 @@ class StepResults(SequenceStore):
                 elif request.beams is not None:
                     num_output = 1
             work.append((request, num_prompt, num_output, len(sequence.token_ids)))
-        self.queue.charge(work, now)
-        self._settle(now)
+        self._queue.charge(work, now)
+        self._sequences.settle(now)
         return outputs
 
-    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
-        """Ends the sequences of a step that brought no result; called in place of `commit`."""
-        self.memory.end_step(plan.number, has_failed=True)
-        outputs = self.fail([chunk.sequence for chunk in plan.chunks], error, now)
-        self._preempt_torn(plan)
+    def fail(self, plan: Plan, error: str, now: float) -> list[Output]:
+        """Ends the sequences of a step that brought no result."""
+        self._sequences.memory.end_step(plan.number, has_failed=True)
+        outputs = self._sequences.fail([chunk.sequence for chunk in plan.chunks], error, now)
+        self._sequences.preempt_torn(plan)
         return outputs
-
-    def _preempt_torn(self, plan: Plan) -> None:
-        """Preempts the sequences for which a step was to copy blocks, and never did; it may have had nothing else of
-        them."""
-        targets = {target for _, target in plan.copies}
-        for sequence in self.running[:] if targets else ():
-            if sequence in self.running and not targets.isdisjoint(sequence.block_table):
-                self.preempt(sequence)
 
     def _apply(self, chunk: Chunk, sampled: Sampled, now: float) -> list[Output]:
         """Appends the tokens that a step brought for a sequence, and ends the sequence where its text ends.
@@ -151,16 +138,16 @@ class StepResults(SequenceStore):
             self._fork_if_due(sequence)
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
-            return [self._finish(sequence, FinishReason.FAILED, error, now)]
+            return [self._sequences.finish(sequence, FinishReason.FAILED, error, now)]
         timings = sequence.timings
-        is_first = timings.first_token_s < 0 and timings.note_first_token(now, self.experts)
+        is_first = timings.first_token_s < 0 and timings.note_first_token(now, self._sequences.experts)
         outputs: list[Output] = []
         try:
             reason = self._append(sequence, sampled, outputs)
         except Exception:
             log.exception("the text of %r failed; it ends with an error", sequence)
             error = "the output could not be decoded"
-            return [*outputs, self._finish(sequence, FinishReason.FAILED, error, now)]
+            return [*outputs, self._sequences.finish(sequence, FinishReason.FAILED, error, now)]
         if is_first and sequence.is_scored:
             outputs[0].prompt_logprobs = sequence.prompt_logprobs
         if is_first and sequence.pooled:
@@ -169,7 +156,7 @@ class StepResults(SequenceStore):
         if chunk.drafts:
             self._keep_accepted(chunk, min(len(outputs), len(sampled.token_ids)), now)
         if reason is not None:
-            self._finish(sequence, reason, None, now, outputs[-1])
+            self._sequences.finish(sequence, reason, None, now, outputs[-1])
         return outputs
 
     def _append(self, sequence: Sequence, sampled: Sampled, outputs: list[Output]) -> FinishReason | None:
@@ -187,7 +174,7 @@ class StepResults(SequenceStore):
             if guide is not None:
                 guide.advance(token_id)
                 is_complete = guide.is_complete
-            text, reason = self.sink.accept(sequence, token_id, is_complete or len(known) >= max_len)
+            text, reason = self._sink.accept(sequence, token_id, is_complete or len(known) >= max_len)
             if is_complete and reason is FinishReason.LENGTH:
                 reason = FinishReason.STOP
             told = None if logprobs is None else logprobs[number : number + 1]
@@ -200,14 +187,16 @@ class StepResults(SequenceStore):
         self, sequence: Sequence, sampled: Sampled
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
         """Returns the tokens that follow: those that end the reasoning take the place of the last, if it is spent."""
-        thinking, chosen = self.sink.thinking(sequence), sampled.token_ids
+        thinking, chosen = self._sink.thinking(sequence), sampled.token_ids
         followed = thinking.follow(chosen)
         num_free, logprobs = thinking.num_free, sampled.logprobs
         sequence.horizon = sequence.max_len
         if num_free is not None:
             sequence.horizon = min(sequence.max_len, sequence.num_prompt_tokens + num_free + 1)
         if followed != chosen:
-            self._departed.append(sequence)  # what the device knows of it has the token that was replaced
+            self._sequences.note_departed(
+                sequence
+            )  # what the device knows of it has the token that was replaced
             if logprobs is not None:
                 num_own = len(chosen) - 1
                 logprobs = logprobs[:num_own] + [_CERTAIN] * (len(followed) - num_own)
@@ -218,7 +207,7 @@ class StepResults(SequenceStore):
         sequence = chunk.sequence
         if not chunk.is_stale:
             sequence.num_computed = chunk.start + num_brought
-            self.memory.commit(sequence, sequence.num_computed)
+            self._sequences.memory.commit(sequence, sequence.num_computed)
         chunk.num_accepted = num_brought - 1
         sequence.timings.note_drafts(chunk.proposer, len(chunk.drafts), chunk.num_accepted, now)
 
@@ -233,15 +222,15 @@ class StepResults(SequenceStore):
         """Starts another choice of a request, which shares blocks with its parent; without a seat, it waits."""
         child = self._choice_after(parent, index)
         # Nothing is left to share of a parent that gave way while this step was in flight.
-        if self._has_seat() and self.memory.fork(parent, child):
-            self.running.append(child)
+        if self._has_seat() and self._sequences.memory.fork(parent, child):
+            self._sequences.running.append(child)
         else:
-            self._enqueue_waiting(child)
+            self._sequences.enqueue(child)
         return child
 
     def _choice_after(self, other: Sequence, index: int) -> Sequence:
         """Another choice of a request, some of whose tokens were found in the cache when `other` began."""
-        choice = Sequence(other.request, index, other.order, self.max_len)
+        choice = Sequence(other.request, index, other.order, self._max_len)
         choice.timings.scheduled_s = other.timings.scheduled_s
         choice.timings.num_cached_tokens = other.timings.num_cached_tokens
         return choice
@@ -251,36 +240,36 @@ class StepResults(SequenceStore):
     def _apply_branch(self, sequence: Sequence, branch: Branch, sampled: Sampled, now: float) -> list[Output]:
         """Ends a branch with its scores, and begins its children, as many as there are seats for."""
         if sampled.error is not None:
-            return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
-        sequence.timings.note_first_token(now, self.experts)
-        if sequence in self.running:  # else it gave way while this step was in flight
-            self.running.remove(sequence)  # one of them has its seat
+            return list(self._sequences.abort(sequence, FinishReason.FAILED, sampled.error, now))
+        sequence.timings.note_first_token(now, self._sequences.experts)
+        if sequence in self._sequences.running:  # else it gave way while this step was in flight
+            self._sequences.running.remove(sequence)  # one of them has its seat
         for index in branch.children:
             child = self._fork(sequence, index)
             if not child.block_table:
                 child.followers = range(index + 1, branch.children.stop)
                 break
         output = Output(sequence.request.request_id, sequence.index, scores=sampled.scores)
-        return [self._finish(sequence, FinishReason.LENGTH, None, now, output)]
+        return [self._sequences.finish(sequence, FinishReason.LENGTH, None, now, output)]
 
-    def _follow(self, sequence: Sequence) -> Sequence:
+    def follow(self, sequence: Sequence) -> Sequence:
         """Returns the branch that waits now that this one, which goes on from the same, has begun."""
         first, *_ = followers = sequence.followers
         follower = self._choice_after(sequence, first)
         sequence.followers, follower.followers = range(0), followers[1:]
-        self._enqueue_waiting(follower)
+        self._sequences.enqueue(follower)
         return follower
 
     def _has_seat(self) -> bool:
-        return self.num_seats_taken < self.limits.max_num_seqs
+        return self._sequences.num_seats_taken < self._max_num_seqs
 
     # Beams
 
     def _apply_beam(self, sequence: BeamSequence, sampled: Sampled, now: float) -> list[Output]:
         """Keeps the continuations of a beam; once those of all beams are known, the search goes on, or ends."""
         if sampled.error is not None or sampled.logprobs is None:
-            return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
-        sequence.timings.note_first_token(now, self.experts)
+            return list(self._sequences.abort(sequence, FinishReason.FAILED, sampled.error, now))
+        sequence.timings.note_first_token(now, self._sequences.experts)
         beams = sequence.beams
         beams.note(sequence, sampled.logprobs[0])
         if not beams.is_due:
@@ -290,15 +279,17 @@ class StepResults(SequenceStore):
             return self._conclude(beams, now)
         last = dict(heirs)
         for parent, heir in heirs:
-            (self.memory.hand_over if last[parent] is heir else self.memory.fork)(parent, heir)
+            (self._sequences.memory.hand_over if last[parent] is heir else self._sequences.memory.fork)(
+                parent, heir
+            )
         for member in before:
-            self._replace(member)
-        self.running += beams.members
+            self._sequences.replace(member)
+        self._sequences.running += beams.members
         return []
 
     def _conclude(self, beams: Beams, now: float) -> list[Output]:
         """Ends a search, and returns the outputs of the answers that it has found."""
-        self._leave(beams)
+        self._sequences.leave(beams)
         outputs: list[Output] = []
         for index, found in enumerate(beams.search.finished):
             answer, told = beams.answer(index), list[Output]()
@@ -306,15 +297,19 @@ class StepResults(SequenceStore):
                 reason = self._append(answer, Sampled(list(found.token_ids), found.logprobs), told)
             except Exception:
                 log.exception("the text of %r failed; it ends with an error", answer)
-                told.append(self._finish(answer, FinishReason.FAILED, "the output could not be decoded", now))
+                told.append(
+                    self._sequences.finish(
+                        answer, FinishReason.FAILED, "the output could not be decoded", now
+                    )
+                )
             else:
                 if answer.is_scored:
                     told[0].prompt_logprobs = answer.prompt_logprobs
-                self._finish(answer, reason or FinishReason.STOP, None, now, told[-1])
+                self._sequences.finish(answer, reason or FinishReason.STOP, None, now, told[-1])
             outputs += told
         for index in range(len(beams.search.finished), beams.width):
             error = "the search found fewer answers"
-            outputs.append(self._finish(beams.answer(index), FinishReason.FAILED, error, now))
+            outputs.append(self._sequences.finish(beams.answer(index), FinishReason.FAILED, error, now))
         return outputs
 
 

@@ -41,7 +41,7 @@ def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str
     seats = Seats(table)
     scheduler = _running_scheduler(num_sequences, num_steps, seats)
     times_ms = [_step(scheduler, seats) * 1000 for _ in range(num_steps)]
-    assert len(scheduler.running) == num_sequences
+    assert len(scheduler.sequences.running) == num_sequences
     return {
         "sequences": num_sequences,
         "host_p50_ms": percentile(times_ms, 50),
@@ -61,7 +61,10 @@ def _running_scheduler(num_sequences: int, num_steps: int, seats: Seats) -> Sche
         prompt = tuple(range(i * _PROMPT_TOKENS, (i + 1) * _PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0)
         queue.put(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0)
-    while any(sequence.num_remaining != 1 for sequence in scheduler.running) or not scheduler.running:
+    while (
+        any(sequence.num_remaining != 1 for sequence in scheduler.sequences.running)
+        or not scheduler.sequences.running
+    ):
         _step(scheduler, seats)
     return scheduler
 

@@ -51,7 +51,7 @@ class Stepper:
             while len(flights) > num_left:
                 plan, step = flights.popleft()
                 outputs = scheduler.commit(plan, step.wait(), time.perf_counter())
-                self._runner.forget(scheduler.take_departed())
+                self._runner.forget(scheduler.sequences.take_departed())
                 began_s, ended_s = ended_s, time.perf_counter()
                 found.append(Step(plan, len(outputs), ended_s - began_s))
 
@@ -63,7 +63,7 @@ class Stepper:
             if plan.chunks:
                 flights.append((plan, launch_fitting(self._runner, scheduler, plan)))
             land(self._num_ahead if plan.chunks and not plan.num_drafts else 0)
-            is_over = scheduler.is_idle
+            is_over = scheduler.sequences.is_idle
         return found
 
     def _scheduler(self, requests: Sequence[Request], drafting: Drafting | None) -> Scheduler:

@@ -220,10 +220,10 @@ class Server(TokenSink):
             self.now = max(self.now, until_s)
 
     def _plan(self) -> Plan:
-        num_before = self.scheduler.counters.num_preemptions
-        self.scheduler.take_departed()
+        num_before = self.scheduler.sequences.counters.num_preemptions
+        self.scheduler.sequences.take_departed()
         plan = self.scheduler.plan(self.now)
-        self.result.num_preemptions += self.scheduler.counters.num_preemptions - num_before
+        self.result.num_preemptions += self.scheduler.sequences.counters.num_preemptions - num_before
         return plan
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
@@ -238,7 +238,7 @@ class Server(TokenSink):
     @property
     def is_calm(self) -> bool:
         """Nobody waits, and all streams decode."""
-        return self._num_alike(list(self.scheduler.running)) > 0
+        return self._num_alike(list(self.scheduler.sequences.running)) > 0
 
     def note_charges(self) -> None:
         if isinstance(self.queue, LaneQueue):
@@ -273,7 +273,7 @@ class Server(TokenSink):
         That is so while nobody comes or waits, all streams decode, and there is room for what they bring. Scheduler
         and queue are left as they would be after these steps one by one.
         """
-        running = list(self.scheduler.running)
+        running = list(self.scheduler.sequences.running)
         most_steps = self._num_alike(running)
         if not most_steps:
             return
@@ -296,7 +296,7 @@ class Server(TokenSink):
 
     def _num_alike(self, running: list[Sequence]) -> int:
         """Returns the number of steps that only decode one token per stream, ignoring arrivals."""
-        if self.scheduler.waiting or not running or len(running) > self.limits.max_batch_tokens:
+        if self.scheduler.sequences.waiting or not running or len(running) > self.limits.max_batch_tokens:
             return 0
         if any(s.num_remaining != 1 or s.num_computed < s.num_prompt_tokens for s in running) or any(
             self.queue.depths().values()
@@ -365,12 +365,12 @@ class Server(TokenSink):
                 num_context_tokens=num_context,
                 num_attended=num_attended,
                 duration_s=duration_s,
-                num_running=len(self.scheduler.running),
+                num_running=len(self.scheduler.sequences.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
                 num_free_tokens=self.memory.num_free_tokens,
                 num_kv_tokens=self.memory.num_kv_tokens,
-                preempted=self.scheduler.preempted,
+                preempted=self.scheduler.sequences.preempted,
             )
         )
 

@@ -125,15 +125,15 @@ class Driver:
         for request in requests:
             self.queue.put(request if self.grammars is None else compiled(request, self.grammars), 0.0)
         step = 0
-        while not self.scheduler.is_idle or any(self.queue.depths().values()):
+        while not self.scheduler.sequences.is_idle or any(self.queue.depths().values()):
             before_step(step)
             self.step()
             step += 1
-        self.scheduler.check()
+        self.scheduler.sequences.check()
 
     def step(self) -> Plan:
         plan = self.scheduler.plan(0.0)
-        self.runs.forget(self.scheduler.take_departed())
+        self.runs.forget(self.scheduler.sequences.take_departed())
         if self.masks is not None:
             plan.masks = self.masks.of(plan)
         result = launch_fitting(self.runs, self.scheduler, plan).wait() if plan.chunks else StepResult([])
@@ -142,7 +142,7 @@ class Driver:
             drafting.observe(plan, 1.0)
         for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
-        self.runs.forget(self.scheduler.take_departed())
+        self.runs.forget(self.scheduler.sequences.take_departed())
         return plan
 
     def tokens(self, name: str, index: int = 0) -> list[int]:

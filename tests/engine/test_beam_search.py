@@ -127,8 +127,8 @@ def test_whatever_happens_on_the_way(oracle: Oracle, case: str) -> None:
     )
 
     def preempt(step: int) -> None:
-        if case == "gave way" and step in (1, 3, 4, 6) and driver.scheduler.running:
-            driver.scheduler.preempt(driver.scheduler.running[-1])
+        if case == "gave way" and step in (1, 3, 4, 6) and driver.scheduler.sequences.running:
+            driver.scheduler.sequences.preempt(driver.scheduler.sequences.running[-1])
 
     if case == "a hit":
         driver.run(search("before", 3, seed=5, length=37))

@@ -112,7 +112,7 @@ def test_the_prompt_is_computed_once(driver: Driver) -> None:
     driver.queue.put(request, 0.0)
     plans = [driver.step() for _ in range(2)]
     assert [plan.num_tokens for plan in plans] == [len(PROMPT), request.num_prompt_tokens - len(PROMPT)]
-    assert driver.scheduler.is_idle
+    assert driver.scheduler.sequences.is_idle
 
 
 def test_beyond_the_seats_less_than_a_block_of_it_is_computed_again(driver: Driver) -> None:
@@ -120,9 +120,9 @@ def test_beyond_the_seats_less_than_a_block_of_it_is_computed_again(driver: Driv
     request = branching("r", tree(12, with_second_level=False))
     driver.queue.put(request, 0.0)
     num_computed = 0
-    while not driver.scheduler.is_idle or any(driver.queue.depths().values()):
+    while not driver.scheduler.sequences.is_idle or any(driver.queue.depths().values()):
         num_computed += driver.step().num_tokens
-        assert len(driver.scheduler.waiting) <= 1  # one stands for all that follow it
+        assert len(driver.scheduler.sequences.waiting) <= 1  # one stands for all that follow it
     num_without_seat = 12 - driver.max_num_seqs
     num_in_last_block = len(PROMPT) % driver.facts.block_size
     assert num_computed <= request.num_prompt_tokens + num_without_seat * num_in_last_block
@@ -149,12 +149,12 @@ def test_after_preemption_each_is_told_once(driver: Driver, model: Any, prefix_c
     scheduler = driver.scheduler
 
     def preempt(step: int) -> None:
-        if step % 5 == 3 and scheduler.running and step < 40:
-            scheduler.preempt(scheduler.running[-1])
+        if step % 5 == 3 and scheduler.sequences.running and step < 40:
+            scheduler.sequences.preempt(scheduler.sequences.running[-1])
 
     request = branching("r", tree(6))
     driver.run(request, before_step=preempt)
-    assert scheduler.counters.num_preemptions >= 3
+    assert scheduler.sequences.counters.num_preemptions >= 3
     check(driver, model, request)
 
 
@@ -174,12 +174,12 @@ def test_when_it_is_cancelled_every_choice_ends_once(driver: Driver, num_steps: 
         driver.step()
     ended = [index for _, index in driver.outputs]
     if num_steps:
-        cancelled = driver.scheduler.cancel("r", 0.0)
+        cancelled = driver.scheduler.sequences.cancel("r", 0.0)
         assert sorted([*ended, *(output.index for output in cancelled)]) == list(range(request.n))
     else:
         assert driver.queue.cancel("r")
-    assert driver.scheduler.is_idle
-    driver.scheduler.check()
+    assert driver.scheduler.sequences.is_idle
+    driver.scheduler.sequences.check()
 
 
 def test_one_that_fails_takes_with_it_what_goes_on_from_it(driver: Driver) -> None:
@@ -197,7 +197,7 @@ def test_one_that_fails_takes_with_it_what_goes_on_from_it(driver: Driver) -> No
     assert reasons == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH} | dict.fromkeys(
         (3, 4, 5), FinishReason.FAILED
     )
-    assert driver.scheduler.is_idle
+    assert driver.scheduler.sequences.is_idle
 
 
 def test_the_queue_counts_what_they_take(driver: Driver) -> None:

@@ -191,7 +191,7 @@ def test_a_cancelled_sequence_leaves_the_others_alone(driver: Driver) -> None:
 
     def cancel(step: int) -> None:
         if step == 3:
-            for output in driver.scheduler.cancel("r1", 0.0):
+            for output in driver.scheduler.sequences.cancel("r1", 0.0):
                 driver.outputs.setdefault(("r1", output.index), []).append(replace(output, token_ids=[0]))
 
     found = run(driver, requests, AnswerProposer(answers(expected), 0.8), before_step=cancel)
@@ -220,8 +220,9 @@ def preempting(driver: Driver) -> Callable[[int], None]:
     """Has one of the running sequences give way before every third step."""
 
     def preempt(step: int) -> None:
-        if driver.scheduler.running and step % 3 == 2:
-            driver.scheduler.preempt(driver.scheduler.running[step % len(driver.scheduler.running)])
+        sequences = driver.scheduler.sequences
+        if sequences.running and step % 3 == 2:
+            sequences.preempt(sequences.running[step % len(sequences.running)])
 
     return preempt
 

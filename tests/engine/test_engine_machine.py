@@ -168,7 +168,7 @@ class EngineByTurns:
 
     def turn(self) -> None:
         self.engine._turn(self.scheduler)
-        self.scheduler.check()
+        self.scheduler.sequences.check()
 
     def limit(self, scheduler: Scheduler, plan: Plan) -> None:  # noqa: ARG002
         """What a step may choose depends on tokens in flight, perhaps."""
@@ -179,7 +179,7 @@ class EngineByTurns:
 
     def rest(self, scheduler: Scheduler) -> None:
         self.num_rests += 1
-        assert scheduler.is_idle, "it rests while there is work"
+        assert scheduler.sequences.is_idle, "it rests while there is work"
         assert not any(self.queue.depths().values()), "it rests while somebody waits"
         assert not self.engine._flights
         assert scheduler.memory.pool.num_free == scheduler.memory.pool.num_blocks - 1

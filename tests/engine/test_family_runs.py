@@ -66,11 +66,11 @@ def test_a_run_says_what_transformers_says_whatever_happens_to_it(family: str, t
     assert tuple(t.num_cached_tokens for t in cached.values() if t) == found
 
     def preempt(step: int) -> None:
-        running = driver.scheduler.running
+        running = driver.scheduler.sequences.running
         if step % 11 == 8 and running:
-            driver.scheduler.preempt(running[step % len(running)])
+            driver.scheduler.sequences.preempt(running[step % len(running)])
 
     driver.fresh(budget=7)
     driver.run(*requests, before_step=preempt)
     assert answers(driver) == expected, "in chunks, and with interruptions"
-    assert driver.scheduler.counters.num_preemptions
+    assert driver.scheduler.sequences.counters.num_preemptions

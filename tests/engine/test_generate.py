@@ -112,12 +112,12 @@ def test_after_forced_preemption(oracle: Oracle) -> None:
     scheduler = oracle.driver.scheduler
 
     def preempt(step: int) -> None:
-        if step in (2, 3, 7) and scheduler.running:
-            scheduler.preempt(scheduler.running[step % len(scheduler.running)])
+        if step in (2, 3, 7) and scheduler.sequences.running:
+            scheduler.sequences.preempt(scheduler.sequences.running[step % len(scheduler.sequences.running)])
 
     requests = mixed(4)
     oracle.driver.run(*requests, before_step=preempt)
-    assert scheduler.counters.num_preemptions == 3
+    assert scheduler.sequences.counters.num_preemptions == 3
     oracle.check(*requests)
 
 

@@ -66,7 +66,7 @@ def answers(run: Run) -> dict[Key, tuple[list[int], str, FinishReason | None]]:
 
 
 def assert_all_is_given_back(run: Run) -> None:
-    run.scheduler.check()
+    run.scheduler.sequences.check()
     assert run.tables.pool.num_free == run.tables.pool.num_blocks - 1
     assert run.tables.index.num_pending == 0
 
@@ -230,7 +230,7 @@ def test_who_lacks_only_what_is_on_its_way_back_waits_and_nobody_gives_way() -> 
     )
     run, _ = queued_run(workload, 0, stops=False)
     run.finish()
-    assert run.scheduler.counters.num_preemptions == 0
+    assert run.scheduler.sequences.counters.num_preemptions == 0
     assert any(not step.pieces and "long" in {key[0] for key in step.running} for step in run.steps[:-1])
     assert run.tokens["long", 0] == expected_output(requests[1], 0, 100)
 
@@ -251,7 +251,7 @@ def test_nobody_gives_way_to_an_urgent_request_for_which_enough_is_on_its_way_ba
     )
     run, _ = queued_run(workload, 0, stops=False)
     run.finish()
-    assert run.scheduler.counters.num_preemptions == 0
+    assert run.scheduler.sequences.counters.num_preemptions == 0
     started = [i for i, step in enumerate(run.steps) if "urgent" in {p.key[0] for p in step.pieces}]
     assert started[0] == 6
 
@@ -266,7 +266,7 @@ def test_what_was_given_up_for_an_urgent_request_is_not_taken_back_by_who_gave_i
     )
     run, _ = queued_run(workload, 0, stops=False)
     run.finish()
-    assert run.scheduler.counters.num_preemptions == 1
+    assert run.scheduler.sequences.counters.num_preemptions == 1
     assert [step.num_preempted for step in run.steps].index(1) < 6
     for request in requests:
         assert run.tokens[request.request_id, 0] == expected_output(request, 0, run.scheduler.max_len)
@@ -280,4 +280,4 @@ def test_a_plan_that_is_empty_waits_for_the_step_in_flight(runs_early: bool) -> 
     run._watch = lambda _, plan: seen.append(plan)
     run.finish()
     assert [len(plan.chunks) for plan in seen] == [1, 0]
-    assert run.scheduler.is_idle
+    assert run.scheduler.sequences.is_idle

@@ -104,11 +104,11 @@ def test_after_preemption_they_come_once(driver: Driver, expected: Tensor, prefi
     scheduler = driver.scheduler
 
     def preempt(step: int) -> None:
-        if step in (3, 6, 8) and scheduler.running:
-            scheduler.preempt(scheduler.running[0])
+        if step in (3, 6, 8) and scheduler.sequences.running:
+            scheduler.sequences.preempt(scheduler.sequences.running[0])
 
     driver.run(scored("r"), before_step=preempt)
-    assert scheduler.counters.num_preemptions == 3
+    assert scheduler.sequences.counters.num_preemptions == 3
     check(found_of(driver, "r"), expected)
 
 
@@ -209,8 +209,8 @@ def test_an_embedding_is_made_of_the_hidden_states_of_transformers(
     driver.run(scored("before", max_tokens=1))  # whose blocks are cached
 
     def preempt(step: int) -> None:
-        if preempted and step in (3, 5) and driver.scheduler.running:
-            driver.scheduler.preempt(driver.scheduler.running[0])
+        if preempted and step in (3, 5) and driver.scheduler.sequences.running:
+            driver.scheduler.sequences.preempt(driver.scheduler.sequences.running[0])
 
     driver.run(pooled(pooling), scored("beside"), before_step=preempt)
     hidden = oracle.hidden_states[-1][0]

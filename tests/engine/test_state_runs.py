@@ -77,9 +77,9 @@ def talk(driver: Driver, preempt_every: int = 0) -> dict[tuple[str, int], list[A
     """What twenty conversations at once bring: tokens and, where kernels keep the bits of a row, log probabilities."""
 
     def preempt(step: int) -> None:
-        running = driver.scheduler.running
+        running = driver.scheduler.sequences.running
         if preempt_every and step % preempt_every == 2 and running:
-            driver.scheduler.preempt(running[step % len(running)])
+            driver.scheduler.sequences.preempt(running[step % len(running)])
 
     conversations = [Conversation(number) for number in range(20)]
     for turn in range(NUM_TURNS):
@@ -108,7 +108,7 @@ def test_conversations_at_once_say_what_they_say_undisturbed(driver: Driver) -> 
     driver.fresh(budget=50, num_blocks=30, num_states=12, proposer=proposer)
     found = talk(driver, preempt_every=3)
     assert found == expected
-    assert driver.scheduler.counters.num_preemptions >= 5
+    assert driver.scheduler.sequences.counters.num_preemptions >= 5
     assert num_accepted(driver) > 10
     assert count(driver, "proposer").num_drafted > num_accepted(driver) + 10
     hits = [num_cached(driver, f"{number}.1") for number in range(20)]
@@ -156,8 +156,8 @@ def test_choices_fork_from_one_prompt(driver: Driver) -> None:
     request = ask("choices", words(random.Random(2), 45), n=3, temperature=0.8)
 
     def again(step: int) -> None:
-        if step % 4 == 3 and driver.scheduler.running:
-            driver.scheduler.preempt(driver.scheduler.running[0])
+        if step % 4 == 3 and driver.scheduler.sequences.running:
+            driver.scheduler.sequences.preempt(driver.scheduler.sequences.running[0])
 
     driver.fresh(prefix_cache=False)
     driver.run(request, before_step=again)

@@ -120,8 +120,9 @@ def test_drafts_change_nothing(
 
 def test_giving_way_changes_nothing(driver: Driver, expected: dict[tuple[str, int], list[int]]) -> None:
     def preempt(step: int) -> None:
-        if step % 3 == 2 and driver.scheduler.running:
-            driver.scheduler.preempt(driver.scheduler.running[step % len(driver.scheduler.running)])
+        sequences = driver.scheduler.sequences
+        if step % 3 == 2 and sequences.running:
+            sequences.preempt(sequences.running[step % len(sequences.running)])
 
     assert answers(driver, requests(), before_step=preempt) == expected
 

@@ -104,7 +104,9 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        return not self._to_come and self.scheduler.is_idle and not any(self.queue.depths().values())
+        return (
+            not self._to_come and self.scheduler.sequences.is_idle and not any(self.queue.depths().values())
+        )
 
     @property
     def now(self) -> float:
@@ -116,10 +118,10 @@ class Run:
 
     def step(self) -> Step:
         self.arrive()
-        before = self.scheduler.counters.num_preemptions
-        decoding = frozenset(s.key for s in self.scheduler.running if s.num_remaining == 1)
+        before = self.scheduler.sequences.counters.num_preemptions
+        decoding = frozenset(s.key for s in self.scheduler.sequences.running if s.num_remaining == 1)
         plan = self.scheduler.plan(self.now)
-        self.runner.forget(self.scheduler.take_departed())
+        self.runner.forget(self.scheduler.sequences.take_departed())
         pieces = tuple(
             Piece(
                 key=c.sequence.key,
@@ -131,14 +133,14 @@ class Run:
             )
             for c in plan.chunks
         )
-        running = frozenset(s.key for s in self.scheduler.running)
+        running = frozenset(s.key for s in self.scheduler.sequences.running)
         outputs = self._execute(plan)
         self.steps.append(
             Step(
                 pieces=pieces,
                 decoding=decoding,
                 running=running,
-                num_preempted=self.scheduler.counters.num_preemptions - before,
+                num_preempted=self.scheduler.sequences.counters.num_preemptions - before,
                 outputs=tuple(outputs),
             )
         )
@@ -152,7 +154,7 @@ class Run:
             before_step(self)
             num_in_flight = len(self.flights)
             step = self.step()
-            waiting = self.scheduler.waiting or any(self.queue.depths().values())
+            waiting = self.scheduler.sequences.waiting or any(self.queue.depths().values())
             assert step.pieces or num_in_flight or not waiting, "there is work, and the step is empty"
         raise AssertionError("the work does not end")
 
@@ -169,14 +171,15 @@ class Run:
         """Wherever it is: still to come, in the queue, or in the engine."""
         self._to_come = [pair for pair in self._to_come if pair[1] is not request]
         if not self.queue.cancel(request.request_id):
-            self.receive(self.scheduler.cancel(request.request_id, self.now))
+            self.receive(self.scheduler.sequences.cancel(request.request_id, self.now))
 
     def preempt(self, pick: int) -> None:
-        if self.scheduler.running:
-            self.scheduler.preempt(self.scheduler.running[pick % len(self.scheduler.running)])
+        sequences = self.scheduler.sequences
+        if sequences.running:
+            sequences.preempt(sequences.running[pick % len(sequences.running)])
 
     def sequences(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting]
+        return [*self.scheduler.sequences.running, *self.scheduler.sequences.waiting]
 
     def _execute(self, plan: Plan) -> list[Output]:
         if plan.chunks:
@@ -192,7 +195,7 @@ class Run:
         plan, step = self.flights.popleft()
         outputs = self.scheduler.commit(plan, step.wait(), self.now)
         self.receive(outputs)
-        self.runner.forget(self.scheduler.take_departed())
+        self.runner.forget(self.scheduler.sequences.take_departed())
         return outputs
 
 

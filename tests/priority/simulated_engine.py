@@ -209,12 +209,12 @@ class SimulatedEngine:
                 num_context_tokens=num_context,
                 num_attended=plan.num_attended,
                 duration_s=duration_s,
-                num_running=len(self.scheduler.running),
+                num_running=len(self.scheduler.sequences.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
                 num_free_tokens=self.tables.num_free_tokens,
                 num_kv_tokens=self.tables.num_kv_tokens,
-                preempted=self.scheduler.preempted,
+                preempted=self.scheduler.sequences.preempted,
             )
         )
         return plan
@@ -236,11 +236,11 @@ class SimulatedEngine:
             for index in range(self.requests[name].n):
                 self.ended[name, index] = FinishReason.CANCELLED
         else:
-            self.receive(self.scheduler.cancel(name, self.now))
+            self.receive(self.scheduler.sequences.cancel(name, self.now))
 
     @property
     def is_done(self) -> bool:
-        return self.scheduler.is_idle and not any(self.queue.depths().values())
+        return self.scheduler.sequences.is_idle and not any(self.queue.depths().values())
 
     def finish(self, most_steps: int = 5_000) -> None:
         for _ in range(most_steps):
@@ -248,7 +248,7 @@ class SimulatedEngine:
                 break
             assert self.step().chunks, "there is work, and the step is idle"
         assert self.is_done, "the work does not end"
-        self.scheduler.check()
+        self.scheduler.sequences.check()
 
     def check_tokens(self) -> None:
         """Everybody got the tokens of an undisturbed run, or the first of them if it was stopped."""

@@ -165,15 +165,15 @@ class Conservation(RuleBasedStateMachine):
         self.engine.cancel(name)
         self.ends[name] += waited
         assert self.queue.position(name) is None
-        assert name not in {s.request.request_id for s in self.engine.scheduler._all()}
+        assert name not in {s.request.request_id for s in self.engine.scheduler.sequences._all()}
 
-    @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.running)
+    @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.sequences.running)
     @rule(pick=st.integers(0, 5))
     def preempt(self, pick: int) -> None:
-        running = self.engine.scheduler.running
-        self.engine.scheduler.preempt(running[pick % len(running)])
+        running = self.engine.scheduler.sequences.running
+        self.engine.scheduler.sequences.preempt(running[pick % len(running)])
 
-    @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.running)
+    @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.sequences.running)
     @rule()
     def break_a_step(self) -> None:
         scheduler = self.engine.scheduler
@@ -186,8 +186,8 @@ class Conservation(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         check_books(self.queue)
-        self.engine.scheduler.check()
-        held = {s.request.request_id for s in self.engine.scheduler._all()}
+        self.engine.scheduler.sequences.check()
+        held = {s.request.request_id for s in self.engine.scheduler.sequences._all()}
         waiting = {name for name in self.meters if self.queue.position(name) is not None}
         ended = {name for name in self.meters if self.is_ended(name)}
         assert held | waiting | ended == set(self.meters), "somebody is lost"
@@ -270,7 +270,7 @@ def test_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
         engine.step()
         if len(engine.tokens.get(("r", 0), [])) == 2:
             break
-    engine.scheduler.preempt(engine.scheduler.running[0])
+    engine.scheduler.sequences.preempt(engine.scheduler.sequences.running[0])
     engine.finish()
     assert engine.runner.num_tokens > 60
     assert engine.queue.tenants() == {"a": cost_of(40, 0, 6)}

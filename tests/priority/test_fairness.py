@@ -240,7 +240,7 @@ def test_who_could_start_now_is_not_left_waiting(
     while not engine.is_done:
         plan = scheduler.plan(engine.now)
         assert plan.chunks
-        if plan.num_tokens < 24 and not scheduler.waiting and any(queue.depths().values()):
+        if plan.num_tokens < 24 and not scheduler.sequences.waiting and any(queue.depths().values()):
             could_start: list[bool] = []
 
             def fits(request: Request, could_start: list[bool] = could_start) -> bool:

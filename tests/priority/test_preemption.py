@@ -67,7 +67,7 @@ def full_of_batch(num_preemptible: int = 2, seats: int = 2) -> SimulatedEngine:
         engine.put(ask(f"batch-{i}", 20, lane=Lane.BATCH, max_tokens=30, first=i))
     for _ in range(4):
         engine.step()
-    assert len(engine.scheduler.running) == min(seats, num_preemptible)
+    assert len(engine.scheduler.sequences.running) == min(seats, num_preemptible)
     return engine
 
 
@@ -76,7 +76,7 @@ def test_an_urgent_request_gets_the_seat_of_a_patient_one_at_once() -> None:
     engine.put(ask("urgent", 10, max_tokens=3))
     plan = engine.step()
     assert "urgent" in {chunk.sequence.request.request_id for chunk in plan.chunks}
-    assert engine.scheduler.counters.num_preemptions == 1
+    assert engine.scheduler.sequences.counters.num_preemptions == 1
     engine.finish()
     engine.check_tokens()
     assert set(engine.ended.values()) == {FinishReason.LENGTH}
@@ -90,7 +90,7 @@ def test_equal_lanes_never_preempt_each_other_for_a_newcomer(lane: Lane, blocks:
     for i in range(8):
         engine.put(ask(str(i), 16, lane=lane, tenant="ab"[i % 2], max_tokens=1))
     engine.finish()
-    assert engine.scheduler.counters.num_preemptions == 0
+    assert engine.scheduler.sequences.counters.num_preemptions == 0
 
 
 @given(gap=st.integers(1, 6), seats=st.integers(1, 3), size=st.integers(1, 30))
@@ -195,7 +195,7 @@ def test_a_lane_starts_requests_only_within_its_part_of_the_memory(
     start = tables.start
 
     def checked(sequence: Sequence) -> None:
-        beside_others = bool(engine.scheduler.running)
+        beside_others = bool(engine.scheduler.sequences.running)
         start(sequence)
         if beside_others:
             in_use = tables.pool.num_blocks - 1 - tables.pool.num_free
@@ -224,8 +224,8 @@ def test_what_is_held_back_is_there_for_the_urgent() -> None:
     for i in range(10):
         engine.put(ask(f"batch-{i}", 16, lane=Lane.BATCH, max_tokens=4))
     engine.step()
-    assert len(engine.scheduler.running) == 5
+    assert len(engine.scheduler.sequences.running) == 5
     engine.put(ask("urgent", 40, max_tokens=2))
     plan = engine.step()
     assert "urgent" in {chunk.sequence.request.request_id for chunk in plan.chunks}
-    assert engine.scheduler.counters.num_preemptions == 0
+    assert engine.scheduler.sequences.counters.num_preemptions == 0

@@ -62,26 +62,26 @@ class DraftModelRun:
                 count = output.timings.drafts["draft"]
                 self.counts = [self.counts[0] + count.num_drafted, self.counts[1] + count.num_accepted]
         self.forget()
-        self.scheduler.check()
+        self.scheduler.sequences.check()
 
     def forget(self) -> None:
-        departed = self.scheduler.take_departed()
+        departed = self.scheduler.sequences.take_departed()
         self.runner.forget(departed)
         self.drafting.forget(departed)
 
     def disturb(self) -> None:
-        running = self.scheduler.running
+        running = self.scheduler.sequences.running
         if running and self.pace.random() < 0.1:
-            self.scheduler.preempt(self.pace.choice(running))
+            self.scheduler.sequences.preempt(self.pace.choice(running))
         if running and self.pace.random() < 0.03:
             name = self.pace.choice(running).request.request_id
-            self.scheduler.cancel(name, 0.0)
+            self.scheduler.sequences.cancel(name, 0.0)
             del self.requests[name]
 
     def run(self) -> None:
         for _ in range(12):
             self.submit()
-        while not self.scheduler.is_idle or any(self.queue.depths().values()):
+        while not self.scheduler.sequences.is_idle or any(self.queue.depths().values()):
             self.disturb()
             self.step()
         for name, request in self.requests.items():

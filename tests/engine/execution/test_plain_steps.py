@@ -124,7 +124,7 @@ def test_a_slot_that_does_not_exist_is_refused(model: LoadedModel) -> None:
     while "beside" not in driver.kinds:
         driver.step()
     driver.land(0)
-    (sequence,) = driver.scheduler.running
+    (sequence,) = driver.scheduler.sequences.running
     seats = driver.runner.steps.seats  # type: ignore[attr-defined]
     seats._seat_of[sequence].slot = SEATS + 3
     driver.step()

@@ -36,7 +36,7 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(driver: Driver) ->
     driver.step()
     assert driver.outputs["bad", 0][-1].error == "the model's output was not finite"
     assert len(driver.tokens("good")) == 1
-    driver.scheduler.check()
+    driver.scheduler.sequences.check()
 
 
 def test_an_accelerator_error_means_the_device_is_lost(driver: Driver) -> None:

@@ -76,7 +76,7 @@ def test_graphs_change_no_answer(model: LoadedModel, max_drafts: int) -> None:
     drafting = drafting_always(AnswerProposer(expected, 0.7), 3) if max_drafts else None
     driver = driver_of(runner, drafting=drafting)
     assert talk(driver, preempt_at=(6, 9)) == expected
-    assert driver.scheduler.counters.num_preemptions == 2
+    assert driver.scheduler.sequences.counters.num_preemptions == 2
     replayed = {number for number in device.replays if number <= len(runner.steps.passes.shapes)}
     assert len(replayed) > 3, "passes of several shapes"
 

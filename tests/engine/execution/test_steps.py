@@ -131,11 +131,11 @@ class StepDriver:
     def run(self, *requests: Request, preempt_at: tuple[int, ...] = ()) -> StepDriver:
         for request in requests:
             self.queue.put(request, 0.0)
-        while not self.scheduler.is_idle or any(self.queue.depths().values()):
+        while not self.scheduler.sequences.is_idle or any(self.queue.depths().values()):
             if self.num_steps in preempt_at:
-                self.scheduler.preempt(self.scheduler.running[-1])
+                self.scheduler.sequences.preempt(self.scheduler.sequences.running[-1])
             self.step()
-        self.scheduler.check()
+        self.scheduler.sequences.check()
         return self
 
     def step(self) -> None:
@@ -143,7 +143,7 @@ class StepDriver:
         if self.flights and self.scheduler.awaits_tokens:
             self.land(0)
         plan = self.scheduler.plan(0.0)
-        self.runner.forget(self.scheduler.take_departed())
+        self.runner.forget(self.scheduler.sequences.take_departed())
         if plan.chunks:
             self.flights.append((plan, self.launch(plan)))
         self.land(self.num_ahead if plan.chunks and not plan.num_drafts else 0)
@@ -153,7 +153,7 @@ class StepDriver:
             flown, step = self.flights.popleft()
             for output in self.scheduler.commit(flown, step.wait(), 0.0):
                 self.outputs.setdefault((output.request_id, output.index), []).append(output)
-            self.runner.forget(self.scheduler.take_departed())
+            self.runner.forget(self.scheduler.sequences.take_departed())
             if self.scheduler.drafting is not None:
                 self.scheduler.drafting.observe(flown, 1.0)
 
@@ -259,13 +259,13 @@ def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel
 
 def test_who_gave_way_in_flight_says_the_same(model: LoadedModel, expected: StepDriver) -> None:
     driver = StepDriver(device_runner(model, RepeatingDevice())).run(*REQUESTS, preempt_at=(3, 4, 9))
-    assert driver.scheduler.counters.num_preemptions == 3
+    assert driver.scheduler.sequences.counters.num_preemptions == 3
     assert driver.tokens() == expected.tokens()
 
 
 def test_forks_and_a_short_pool_say_the_same(model: LoadedModel, expected: StepDriver) -> None:
     driver = StepDriver(device_runner(model, None), num_blocks=8).run(*REQUESTS)
-    assert driver.scheduler.counters.num_preemptions
+    assert driver.scheduler.sequences.counters.num_preemptions
     assert driver.tokens() == expected.tokens()
 
 
@@ -307,7 +307,7 @@ def test_a_prompt_is_scored_beside_steps_in_flight(
     driver = StepDriver(device_runner(model, device), budget=11)
     driver.run(request, *REQUESTS, preempt_at=preempt_at)
     found = driver.outputs["scored", 0][0].prompt_logprobs
-    assert driver.scheduler.counters.num_preemptions == len(preempt_at)
+    assert driver.scheduler.sequences.counters.num_preemptions == len(preempt_at)
     assert device.replays
     assert found is not None
     assert alone.prompt_logprobs is not None

@@ -143,7 +143,7 @@ def test_drafts_change_no_answer(
     assert driver.tokens() == expected.tokens()
     assert bool(drafts.count[True]) == (accuracy > 0)
     assert bool(drafts.count[False]) == (accuracy < 1)
-    assert driver.scheduler.counters.num_preemptions >= 2
+    assert driver.scheduler.sequences.counters.num_preemptions >= 2
 
 
 def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, expected: StepDriver) -> None:
@@ -207,7 +207,7 @@ def test_who_is_cancelled_leaves_the_others_alone(captured: Captured, expected: 
     class Cancelling(StepDriver):
         def step(self) -> None:
             if self.num_steps == 5:
-                assert self.scheduler.cancel("greedy", 0.0)
+                assert self.scheduler.sequences.cancel("greedy", 0.0)
             super().step()
 
     drafts = Drafts(AnswerProposer(expected.tokens(), 0.8))

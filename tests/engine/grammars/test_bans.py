@@ -138,11 +138,12 @@ def test_the_same_after_preemption(driver: Driver, asked: list[Request], togethe
     driver.fresh(budget=16)
 
     def disturb(step: int) -> None:
-        if step % 5 == 3 and driver.scheduler.running:
-            driver.scheduler.preempt(driver.scheduler.running[step % len(driver.scheduler.running)])
+        sequences = driver.scheduler.sequences
+        if step % 5 == 3 and sequences.running:
+            sequences.preempt(sequences.running[step % len(sequences.running)])
 
     driver.run(*asked, before_step=disturb)
-    assert driver.scheduler.counters.num_preemptions > 5
+    assert driver.scheduler.sequences.counters.num_preemptions > 5
     assert told(driver) == together
 
 

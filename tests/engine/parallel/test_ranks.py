@@ -98,12 +98,12 @@ def run(driver: Driver) -> dict[tuple[str, int], list[int]]:
 
     def preempt(step: int) -> None:
         if step in (4, 7):
-            driver.scheduler.preempt(driver.scheduler.running[-1])
+            driver.scheduler.sequences.preempt(driver.scheduler.sequences.running[-1])
 
     driver.run(*REQUESTS, before_step=preempt)
-    assert driver.scheduler.counters.num_preemptions == 2
+    assert driver.scheduler.sequences.counters.num_preemptions == 2
     driver.run(ask("again", SHARED + prompt(1, 9), temperature=0.0))
-    assert driver.scheduler.counters.num_prefix_hit_tokens >= 32
+    assert driver.scheduler.sequences.counters.num_prefix_hit_tokens >= 32
     return {key: driver.tokens(*key) for key in driver.outputs}
 
 

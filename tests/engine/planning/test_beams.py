@@ -69,7 +69,7 @@ def check(run: Run, *left_out: str) -> None:
         else:
             assert answers == found(request, max_len)
     assert not any(run.tables.pool.ref_counts)
-    assert not run.scheduler.searches
+    assert not run.scheduler.sequences.searches
 
 
 @st.composite
@@ -106,8 +106,8 @@ def test_a_search_finds_the_same_in_any_company_and_whenever_it_gives_way(
     """`rooms` are the tokens that the device has memory for, where these are few."""
 
     def disturb(run: Run) -> None:
-        run.scheduler.check()
-        assert run.scheduler.num_seats_taken <= workload.max_num_seqs
+        run.scheduler.sequences.check()
+        assert run.scheduler.sequences.num_seats_taken <= workload.max_num_seqs
         run.runner.room = rooms.get(len(run.steps), 1 << 30)
         run.runner.refuses_late = len(run.steps) % 2 == 0
         for at, pick in preemptions:
@@ -156,7 +156,7 @@ def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
     shared = []
 
     def watch(run: Run, _: object) -> None:
-        tables = [sequence.block_table for sequence in run.scheduler.running]
+        tables = [sequence.block_table for sequence in run.scheduler.sequences.running]
         if len(tables) == 3:
             shared.append(len({table[0] for table in tables}) == 1)
 
@@ -168,7 +168,7 @@ def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
 def test_no_seat_of_a_search_is_given_to_others() -> None:
     others = [make_request(f"r{i}", [7, i], max_tokens=4) for i in range(6)]
     run = Run(workload_of(search(n=3), *others, seats=4), runner=Runner(40, BLOCK_SIZE))
-    run.finish(lambda run: run.scheduler.check())
+    run.finish(lambda run: run.scheduler.sequences.check())
     assert max(len(step.running) for step in run.steps) == 4
     check(run)
 

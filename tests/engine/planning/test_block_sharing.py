@@ -28,7 +28,7 @@ def may_share(a: Sequence, b: Sequence, i: int) -> bool:
 @given(workloads())
 def test_two_sequences_hold_one_block_only_for_a_common_prefix(workload: Workload) -> None:
     def watch(run: Run, _: Plan) -> None:
-        for a, b in combinations(run.scheduler.running, 2):
+        for a, b in combinations(run.scheduler.sequences.running, 2):
             for block in set(a.block_table) & set(b.block_table):
                 i = a.block_table.index(block)
                 assert b.block_table.index(block) == i
@@ -90,11 +90,11 @@ def test_a_single_choice_is_never_copied(workload: Workload) -> None:
 @given(workloads())
 def test_nobody_holds_more_blocks_than_the_known_tokens_need(workload: Workload) -> None:
     def watch(run: Run, _: Plan) -> None:
-        for sequence in run.scheduler.running:
+        for sequence in run.scheduler.sequences.running:
             held = len(sequence.block_table)
             assert sequence.num_committed <= sequence.num_computed <= held * BLOCK_SIZE
             assert held <= run.tables.blocks_for(len(sequence.token_ids))
-        assert all(not sequence.block_table for sequence in run.scheduler.waiting)
+        assert all(not sequence.block_table for sequence in run.scheduler.sequences.waiting)
 
     Run(workload, watch).finish()
 
@@ -110,7 +110,7 @@ def assert_all_free(run: Run) -> None:
 @given(workloads(), st.lists(st.tuples(st.integers(0, 25), st.integers(0, 5)), max_size=4))
 def test_in_the_end_every_count_is_zero(workload: Workload, preemptions: list[tuple[int, int]]) -> None:
     def disturb(run: Run) -> None:
-        run.scheduler.check()
+        run.scheduler.sequences.check()
         for at, pick in preemptions:
             if at == len(run.steps):
                 run.preempt(pick)
@@ -139,7 +139,7 @@ def test_who_is_cancelled_during_a_step_gets_nothing_of_it(workload: Workload, a
 
     def watch(run: Run, _: Plan) -> None:
         if len(run.steps) == at:
-            run.receive(run.scheduler.cancel(victim.request_id, run.now))
+            run.receive(run.scheduler.sequences.cancel(victim.request_id, run.now))
 
     run = Run(workload, watch).finish()
     for index in range(victim.n):

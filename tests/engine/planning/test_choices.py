@@ -96,11 +96,11 @@ def test_a_choice_that_gave_way_says_the_same(driver: Driver, at: int) -> None:
 
     def preempt(step: int) -> None:
         if step == at:
-            for sequence in list(driver.scheduler.running)[1:]:
-                driver.scheduler.preempt(sequence)
+            for sequence in list(driver.scheduler.sequences.running)[1:]:
+                driver.scheduler.sequences.preempt(sequence)
 
     driver.run(request, before_step=preempt)
-    assert driver.scheduler.counters.num_preemptions == 2
+    assert driver.scheduler.sequences.counters.num_preemptions == 2
     assert [answer(driver, "r", index) for index in range(3)] == expected
 
 

@@ -96,10 +96,10 @@ def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(workload: Workload)
         assert timings is not None
         assert timings.num_cached_tokens % BLOCK_SIZE == 0
         assert timings.num_cached_tokens <= timings.num_prompt_tokens - 1
-    hits = run.scheduler.counters.num_prefix_hit_tokens
+    hits = run.scheduler.sequences.counters.num_prefix_hit_tokens
     first_choices = [o.timings for o in run.ended.values() if o.index == 0 and o.timings]
     assert hits == sum(timings.num_cached_tokens for timings in first_choices)
-    queries = run.scheduler.counters.num_prefix_query_tokens
+    queries = run.scheduler.sequences.counters.num_prefix_query_tokens
     assert queries == sum(len(request.prompt_token_ids) for request in workload.requests)
 
 

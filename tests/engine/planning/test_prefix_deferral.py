@@ -19,7 +19,7 @@ def test_a_follower_waits_for_a_prefix_of_several_steps_and_it_is_computed_once(
     harness.submit(make_request("second", [*shared, 51], max_tokens=1))
     harness.submit(make_request("follower", [*shared, 52], max_tokens=1))
     assert work(harness.step()) == [("first", 0, 9)]
-    assert [s.request.request_id for s in harness.scheduler.waiting] == ["second", "follower"]
+    assert [s.request.request_id for s in harness.scheduler.sequences.waiting] == ["second", "follower"]
     assert work(harness.step()) == [("second", 8, 12)]
     assert work(harness.step()) == [("second", 20, 5)]
     assert work(harness.step()) == [("follower", 24, 1)]
@@ -62,7 +62,7 @@ def test_others_wait_for_the_most_urgent_of_those_that_compute_a_prefix() -> Non
     assert work(harness.step()) == [("urgent", 8, 8)]
     harness.submit(make_request("follower", [*shared, 51], max_tokens=1, lane=0))
     assert work(harness.step()) == [("urgent", 16, 5), ("batch", 8, 3)]
-    assert [s.request.request_id for s in harness.scheduler.waiting] == ["follower"]
+    assert [s.request.request_id for s in harness.scheduler.sequences.waiting] == ["follower"]
     assert work(harness.step())[0] == ("follower", 20, 1)
 
 
@@ -120,7 +120,7 @@ def test_later_work_of_its_lane_overtakes_who_waits_for_a_prefix_only_so_often(
         if ("follower", 0) in harness.last:
             break
         if step == cancel_at and not harness.queue.cancel("owner"):
-            harness.receive(harness.scheduler.cancel("owner", harness.now))
+            harness.receive(harness.scheduler.sequences.cancel("owner", harness.now))
         for _ in range(at_a_time):
             prompt = [30 + count % 20] * length
             request = make_request(
@@ -143,4 +143,4 @@ def test_no_more_followers_are_taken_from_the_queue_than_can_run(seats: int) -> 
     harness.submit(make_request("other", [99, 98], max_tokens=1))
     for _ in range(7):
         harness.step()
-    assert len(harness.scheduler.waiting) <= seats + 1
+    assert len(harness.scheduler.sequences.waiting) <= seats + 1

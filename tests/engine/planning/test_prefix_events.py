@@ -109,7 +109,7 @@ def test_hits_are_those_that_are_counted(workload: Workload) -> None:
     replay = Replay()
     run.finish(lambda _: replay.take(log.drain()))
     replay.take(log.drain())
-    assert replay.num_found_tokens == run.scheduler.counters.num_prefix_hit_tokens
+    assert replay.num_found_tokens == run.scheduler.sequences.counters.num_prefix_hit_tokens
 
 
 @modest

@@ -71,7 +71,7 @@ def test_a_request_that_does_not_fit_is_looked_up_once_while_nothing_changes(
 ) -> None:
     harness, reads = counted
     harness.submit(make_request("waits", [*PROMPT[:-1], *range(2000, 2080)], max_tokens=1))
-    while harness.scheduler.running[0].num_computed % BLOCK_SIZE:
+    while harness.scheduler.sequences.running[0].num_computed % BLOCK_SIZE:
         harness.step()
     harness.step()  # takes a block, so that all is looked up once more
     assert harness.queue.depths()
@@ -97,7 +97,7 @@ def test_several_requests_that_a_queue_tries_are_looked_up_once_each(
         return next(filter(fits, requests), None)
 
     monkeypatch.setattr(harness.queue, "take", take)
-    while harness.scheduler.running[0].num_computed % BLOCK_SIZE != 1:
+    while harness.scheduler.sequences.running[0].num_computed % BLOCK_SIZE != 1:
         harness.step()
     assert reads.take() > 3 * NUM_KNOWN
     for _ in range(BLOCK_SIZE - 1):

@@ -65,7 +65,7 @@ class SchedulerHarness:
 
     def finish(self) -> None:
         for _ in range(1_000):
-            if self.scheduler.is_idle and not any(self.queue.depths().values()):
+            if self.scheduler.sequences.is_idle and not any(self.queue.depths().values()):
                 return
             self.step()
         raise AssertionError("the work does not end")
@@ -141,7 +141,7 @@ def test_whoever_waits_for_a_prefix_goes_on_when_its_owner_is_cancelled() -> Non
     shared = list(range(16))
     harness.submit(make_request("a", [*shared, 20]), make_request("b", [*shared, 21]))
     harness.step()
-    harness.receive(harness.scheduler.cancel("a", harness.now))
+    harness.receive(harness.scheduler.sequences.cancel("a", harness.now))
     harness.finish()
     assert harness.tokens["b", 0] == expected_output(make_request("b", [*shared, 21]), 0, 200)
 
@@ -152,7 +152,7 @@ def test_choices_share_the_prompt_and_copy_on_write() -> None:
     harness.submit(request)
     harness.step()
     assert harness.runner.num_tokens == 10
-    tables = [s.block_table for s in harness.scheduler.running]
+    tables = [s.block_table for s in harness.scheduler.sequences.running]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     harness.finish()
     for index in range(3):
@@ -193,7 +193,7 @@ def test_a_preempted_sequence_keeps_its_place_and_goes_on() -> None:
     requests = [make_request(f"r{i}", [i] * 6, max_tokens=6) for i in range(3)]
     harness.submit(*requests)
     harness.step()
-    harness.scheduler.preempt(harness.scheduler.running[0])
+    harness.scheduler.sequences.preempt(harness.scheduler.sequences.running[0])
     plan = harness.step()
     assert [c.sequence.request.request_id for c in plan.chunks] == ["r1", "r0"]
     harness.finish()
@@ -207,7 +207,7 @@ def test_a_sequence_remembers_when_its_prompt_was_computed_and_when_it_gave_way_
     harness.submit(make_request("r", list(range(20)), max_tokens=3))
     for _ in range(3):
         harness.step()
-    harness.scheduler.preempt(harness.scheduler.running[0])
+    harness.scheduler.sequences.preempt(harness.scheduler.sequences.running[0])
     harness.finish()
     timings = harness.last["r", 0].timings
     assert timings is not None
@@ -254,12 +254,12 @@ def test_cancel_ends_every_choice_once_and_frees_all(num_steps: int) -> None:
     )
     for _ in range(1 + num_steps):
         harness.step()
-    outputs = harness.scheduler.cancel("r", harness.now)
+    outputs = harness.scheduler.sequences.cancel("r", harness.now)
     assert sorted(o.index for o in outputs) == [0, 1]
     assert {o.finish_reason for o in outputs} == {FinishReason.CANCELLED}
-    assert harness.scheduler.cancel("r", harness.now) == []
+    assert harness.scheduler.sequences.cancel("r", harness.now) == []
     harness.finish()
-    harness.scheduler.check()
+    harness.scheduler.sequences.check()
     assert harness.tables.pool.num_free == 63
 
 
@@ -295,13 +295,13 @@ def test_long_chunks_are_cut_before_decodes_and_the_least_urgent_first() -> None
     plan = harness.scheduler.plan(2.0)
     assert sorted(work(plan)) == [("a", 3, 1), ("b", 3, 1), ("late", 0, 10), ("urgent", 0, 10)]
     cuts = []
-    while harness.scheduler.shrink(plan):
+    while harness.scheduler.size.halve(plan):
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
         for chunk in plan.chunks:
             assert chunk.start + chunk.num_tokens == chunk.sequence.num_computed
             assert chunk.samples == (chunk.sequence.num_computed == len(chunk.sequence.token_ids))
             assert chunk.sequence.num_pending == chunk.samples
-        harness.scheduler.check()
+        harness.scheduler.sequences.check()
         cuts.append(sorted(work(plan)))
     assert cuts == [
         [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 9)],
@@ -312,7 +312,7 @@ def test_long_chunks_are_cut_before_decodes_and_the_least_urgent_first() -> None
     ]
     harness.receive(harness.scheduler.commit(plan, harness.runner.execute(plan), 2.0))
     harness.finish()
-    assert harness.scheduler.counters.num_preemptions == 0
+    assert harness.scheduler.sequences.counters.num_preemptions == 0
     assert harness.runner.num_tokens == 2 * (3 + 3) + 2 * (10 + 3), "every token once"
     assert all(len(tokens) == 4 for tokens in harness.tokens.values())
 
@@ -325,11 +325,11 @@ def test_who_awaits_a_copy_and_is_left_out_gives_way() -> None:
     harness.step()
     plan = harness.scheduler.plan(2.0)
     assert (len(plan.chunks), len(plan.copies)) == (3, 2)
-    while harness.scheduler.shrink(plan):
+    while harness.scheduler.size.halve(plan):
         pass
     assert (work(plan), len(plan.copies)) == ([("r", 5, 1)], 1)
-    assert [s.index for s in harness.scheduler.waiting] == [1]
-    assert [s.index for s in harness.scheduler.running] == [0, 2], (
+    assert [s.index for s in harness.scheduler.sequences.waiting] == [1]
+    assert [s.index for s in harness.scheduler.sequences.running] == [0, 2], (
         "the last one has the block that the others copy"
     )
     harness.receive(harness.scheduler.fail_step(plan, "no room", 2.0))
@@ -343,7 +343,7 @@ def test_steps_are_small_for_a_while_and_grow_again_more_and_more_slowly() -> No
     harness.submit(make_request("r", [1] * 150, max_tokens=1))
     plan = harness.scheduler.plan(1.0)
     assert plan.num_tokens == 64
-    assert [harness.scheduler.shrink(plan) for _ in range(5)] == [True] * 5
+    assert [harness.scheduler.size.halve(plan) for _ in range(5)] == [True] * 5
     harness.receive(harness.scheduler.commit(plan, harness.runner.execute(plan), 1.0))
     sizes = [harness.step().num_tokens for _ in range(35)]
     assert sizes == [2] * 31 + [4] * 4
@@ -370,6 +370,6 @@ def test_check_finds_a_reference_nobody_holds() -> None:
     harness = SchedulerHarness()
     harness.submit(make_request("r", [1, 2], max_tokens=9))
     harness.step()
-    harness.scheduler.running[0].block_table.pop()
+    harness.scheduler.sequences.running[0].block_table.pop()
     with pytest.raises(PoolViolation):
-        harness.scheduler.check()
+        harness.scheduler.sequences.check()

@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plan()
         is_launched = bool(plan.chunks) and self.launch(plan)
         if not plan.chunks and not self.flights:
-            assert self.scheduler.is_idle, "there is work, and the step is idle"
+            assert self.scheduler.sequences.is_idle, "there is work, and the step is idle"
             assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
         self.land(self.runner.num_ahead if is_launched else 0)
 
@@ -207,15 +207,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.drafting.observe(plan, self.pace.random())
 
     def forget(self) -> None:
-        departed = self.scheduler.take_departed()
+        departed = self.scheduler.sequences.take_departed()
         self.runner.forget(departed)
         if self.drafting is not None:
             self.drafting.forget(departed)
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(lambda self: self.scheduler.sequences.running)
     @rule(pick=st.integers(0, 5))
     def preempt(self, pick: int) -> None:
-        self.scheduler.preempt(self.scheduler.running[pick % len(self.scheduler.running)])
+        self.scheduler.sequences.preempt(
+            self.scheduler.sequences.running[pick % len(self.scheduler.sequences.running)]
+        )
 
     @precondition(lambda self: self.requests)
     @rule(pick=st.integers(0, 50))
@@ -225,9 +227,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index in range(self.requests[name].n):
                 self.ended[name, index] = FinishReason.CANCELLED
         else:
-            self.receive(self.scheduler.cancel(name, self.now))
+            self.receive(self.scheduler.sequences.cancel(name, self.now))
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(lambda self: self.scheduler.sequences.running)
     @rule()
     def fail_at_launch(self) -> None:
         """A step that was planned and then broke: its sequences fail, the others do not notice."""
@@ -264,7 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             given_up, step = self.flights.popleft()
             step.wait()
             plans.append(given_up)
-        self.scheduler.give_up(plans)
+        self.scheduler.size.give_up(plans)
         self.forget()
 
     @rule(room=st.integers(1, 24) | st.just(0), late=st.booleans())
@@ -282,24 +284,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     def memory_is_there_again(self) -> None:
         self.runner.room = 1 << 30
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(lambda self: self.scheduler.sequences.running)
     @rule(pick=st.integers(0, 5))
     def bad_logits(self, pick: int) -> None:
-        self.runner.bad.add(self.scheduler.running[pick % len(self.scheduler.running)].key)
+        self.runner.bad.add(
+            self.scheduler.sequences.running[pick % len(self.scheduler.sequences.running)].key
+        )
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.check()
+            self.scheduler.sequences.check()
             self.room_is_bounded_by_the_window()
             assert [*self.tables.findable] == [*map(self.is_findable, range(self.tables.pool.num_blocks))]
-            assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+            assert len(self.scheduler.sequences.running) <= self.scheduler.limits.max_num_seqs
 
     @invariant()
     def what_is_remembered_is_what_would_be_found(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for sequence in [*self.scheduler.waiting, *self.scheduler._candidates.values()]:
+        for sequence in [*self.scheduler.sequences.waiting, *self.scheduler._candidates.values()]:
             remembered, num_needed = self.tables.find_prefix(sequence), self.tables.num_free_needed(sequence)
             sequence.prefix = None
             found = self.tables.find_prefix(sequence)
@@ -312,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.tables.index.knows_block(block)
 
     def room_is_bounded_by_the_window(self) -> None:
-        for sequence in self.scheduler.running:
+        for sequence in self.scheduler.sequences.running:
             for number, window in enumerate(self.tables.windows.sizes):
                 blocks = sequence.block_table[number :: len(self.windows)]
                 if not window:
@@ -326,15 +330,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.runner.room = max(1, self.runner.room)
         for _ in range(3_000):
-            if self.scheduler.is_idle and not self.flights and not any(self.queue.depths().values()):
+            if (
+                self.scheduler.sequences.is_idle
+                and not self.flights
+                and not any(self.queue.depths().values())
+            ):
                 break
             self.one_step()
-        assert self.scheduler.is_idle, "the work does not end"
-        self.scheduler.check()
+        assert self.scheduler.sequences.is_idle, "the work does not end"
+        self.scheduler.sequences.check()
         assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
         assert self.tables.index.num_pending == 0
         if self.drafting is not None:
-            self.drafting.forget(self.scheduler.take_departed())
+            self.drafting.forget(self.scheduler.sequences.take_departed())
             assert not self.drafting._records, "nobody asks after those who ended"
             assert not self.drafting.failed
         for name, request in self.requests.items():

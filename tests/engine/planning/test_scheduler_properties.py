@@ -163,7 +163,7 @@ def test_who_was_preempted_says_the_same_as_who_was_not(
 
     run = Run(workload).finish(disturb)
     told = sum(o.timings.num_preemptions for o in run.ended.values() if o.timings)
-    assert told == run.scheduler.counters.num_preemptions
+    assert told == run.scheduler.sequences.counters.num_preemptions
     for request in workload.requests:
         for index in range(request.n):
             expected = expected_output(request, index, workload.max_len)
@@ -202,7 +202,7 @@ def test_nobody_comes_in_from_the_queue_while_somebody_who_gave_way_waits() -> N
 def test_with_room_for_everybody_nobody_gives_way(workload: Workload) -> None:
     roomy = replace(workload, num_blocks=400, max_num_seqs=400)
     run = Run(roomy).finish()
-    assert run.scheduler.counters.num_preemptions == 0
+    assert run.scheduler.sequences.counters.num_preemptions == 0
 
 
 @modest

@@ -106,10 +106,14 @@ class Harness:
         """To the end; the tokens found of each request's prompt."""
         self.submit(*requests)
         for _ in range(3000):
-            if self.scheduler.is_idle and not self.flights and not any(self.queue.depths().values()):
+            if (
+                self.scheduler.sequences.is_idle
+                and not self.flights
+                and not any(self.queue.depths().values())
+            ):
                 break
             self.step()
-        self.scheduler.check()
+        self.scheduler.sequences.check()
         for request in requests:
             for index in range(request.n):
                 assert self.tokens[request.request_id, index] == expected_output(request, index, 6000)
@@ -235,8 +239,8 @@ def test_who_gave_way_goes_on_where_it_was() -> None:
     harness.submit(make_request("a", words(1, 100), max_tokens=20))
     for _ in range(7):
         harness.step()
-    [sequence] = harness.scheduler.running
-    harness.scheduler.preempt(sequence)
+    [sequence] = harness.scheduler.sequences.running
+    harness.scheduler.sequences.preempt(sequence)
     before = harness.runner.num_tokens
     harness.run()
     assert harness.runner.num_tokens - before == 20 - 7
@@ -263,7 +267,7 @@ def test_choices_run_with_as_many_slots_as_choices() -> None:
     assert harness.scheduler.limits.max_num_seqs == 3
     harness.run(make_request("before", words(2, 40)))
     harness.run(make_request("r", words(1, 100), max_tokens=5, n=3))
-    assert harness.scheduler.counters.num_preemptions == 0
+    assert harness.scheduler.sequences.counters.num_preemptions == 0
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
@@ -288,7 +292,7 @@ def test_a_step_that_the_device_has_no_room_for_may_have_changed_states() -> Non
     harness.step()
     harness.runner.room = 1 << 30
     harness.run()
-    assert harness.scheduler.counters.num_preemptions == 4
+    assert harness.scheduler.sequences.counters.num_preemptions == 4
     for i in range(4):
         request = make_request(f"r{i}", words(i, 50), max_tokens=9)
         assert harness.tokens[f"r{i}", 0] == expected_output(request, 0, 6000)
@@ -305,7 +309,7 @@ def test_who_gives_way_before_its_blocks_were_copied_leaves_no_snapshot() -> Non
     harness = Harness()
     harness.submit(make_request("r", words(1, 100), max_tokens=9, n=2))
     harness.step()
-    parent, child = harness.scheduler.running
+    parent, child = harness.scheduler.sequences.running
     before = len(harness.tables.snapshots)
     assert harness.tables.grow(parent, 101), "the last block is shared by the child"
     harness.tables.release(parent)
@@ -335,12 +339,12 @@ def test_what_a_sequence_leaves_is_found_when_the_step_that_writes_it_has_come_b
     for _ in range(4):
         harness.step()
     assert harness.flights
-    harness.receive(harness.scheduler.cancel("a", harness.now))
+    harness.receive(harness.scheduler.sequences.cancel("a", harness.now))
     known = [*words(1, 40), *harness.tokens["a", 0], 5, 5]
     assert harness.look(known) == 39
     harness.land()
     assert harness.look(known) == 43
-    harness.scheduler.check()
+    harness.scheduler.sequences.check()
 
 
 def test_a_state_is_found_whose_last_block_was_filled_by_the_step_in_flight() -> None:
@@ -350,7 +354,7 @@ def test_a_state_is_found_whose_last_block_was_filled_by_the_step_in_flight() ->
         harness.submit(make_request(name, prompt, max_tokens=9))
         for _ in range(4):
             harness.step()
-        harness.receive(harness.scheduler.cancel(name, harness.now))
+        harness.receive(harness.scheduler.sequences.cancel(name, harness.now))
         harness.land()
         assert harness.look([*prompt, *harness.tokens[name, 0], 5, 5]) == length + 3
 
@@ -360,10 +364,10 @@ def test_a_step_that_failed_in_flight_leaves_nothing() -> None:
     harness.submit(make_request("a", words(1, 40), max_tokens=9))
     for _ in range(4):
         harness.step()
-    harness.receive(harness.scheduler.cancel("a", harness.now))
+    harness.receive(harness.scheduler.sequences.cancel("a", harness.now))
     harness.fail()
     assert harness.look([*words(1, 40), *harness.tokens["a", 0], 5, 5]) == 39
-    harness.scheduler.check()
+    harness.scheduler.sequences.check()
 
 
 def test_who_sits_a_step_out_that_was_to_copy_blocks_for_it_begins_anew_if_it_fails() -> None:
@@ -373,11 +377,11 @@ def test_who_sits_a_step_out_that_was_to_copy_blocks_for_it_begins_anew_if_it_fa
     harness.submit(make_request("again", words(1, 40), max_tokens=9), make_request("gone", words(2, 40)))
     first = harness.launch()
     assert len(first.chunks) == 2
-    harness.receive(harness.scheduler.cancel("gone", harness.now))
+    harness.receive(harness.scheduler.sequences.cancel("gone", harness.now))
     harness.submit(make_request("b", words(1, 40), max_tokens=9))
     plan = harness.launch()
     assert [chunk.sequence.request.request_id for chunk in plan.chunks] == ["again"]
-    [_, b] = harness.scheduler.running
+    [_, b] = harness.scheduler.sequences.running
     assert b.block_table
     harness.land(1)
     assert [target for _, target in plan.copies] == [b.block_table[2]]

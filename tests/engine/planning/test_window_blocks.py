@@ -63,10 +63,10 @@ class WindowedScheduler:
             while len(flights) > (self.runner.num_ahead if plan.chunks else 0):
                 landed, step = flights.pop(0)
                 self.commit(landed, step.wait())
-            if self.scheduler.is_idle and not any(self.queue.depths().values()):
+            if self.scheduler.sequences.is_idle and not any(self.queue.depths().values()):
                 break
-        assert self.scheduler.is_idle, "the work does not end"
-        self.scheduler.check()
+        assert self.scheduler.sequences.is_idle, "the work does not end"
+        self.scheduler.sequences.check()
         assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
         for request in requests:
             for index in range(n):
@@ -74,7 +74,7 @@ class WindowedScheduler:
                 assert self.tokens[request.request_id, index] == expected
 
     def note_held(self) -> None:
-        for sequence in self.scheduler.running:
+        for sequence in self.scheduler.sequences.running:
             self.most_held = max(self.most_held, sum(map(bool, sequence.block_table)))
 
     def commit(self, plan: Plan, result: object) -> None:

@@ -92,7 +92,7 @@ def test_room_is_waited_for(waiting: list[tuple[Lane, str, int]], num_prompt: in
 
 def test_room_that_long_answers_hold_is_waited_for_until_they_end() -> None:
     queue, engine = busy_queue([(Lane.STANDARD, "a", 300)] * 4, 12)
-    assert len(engine.scheduler.running) == 4
+    assert len(engine.scheduler.sequences.running) == 4
     load = queue.load(engine.now, num_free_kv=engine.tables.num_free_tokens)
     shot = replace(snapshot("a", load, policies=POLICIES), max_batch_tokens=64, max_num_seqs=4)
     last_step = load.held.endings[-1][0]

@@ -11,6 +11,7 @@ from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
+from penstock.engine.planning.step import Plan
 from penstock.engine.planning.timings import NO_EXPERTS, ExpertSums, Timings
 
 
@@ -23,7 +24,7 @@ class Counters:
     num_prefix_hit_tokens: int = 0
 
 
-class SequenceStore:
+class Sequences:
     """Keeps the sequences from their start to their end. A sequence gives its blocks back when it leaves `running`."""
 
     def __init__(self, queue: RequestQueue, memory: SequenceMemory) -> None:
@@ -66,18 +67,22 @@ class SequenceStore:
         departed, self._departed = self._departed, []
         return departed
 
+    def note_departed(self, sequence: Sequence) -> None:
+        """Counts a sequence among those that departed: what the device knows of it is wrong."""
+        self._departed.append(sequence)
+
     def cancel(self, request_id: str, now: float) -> list[Output]:
         """Ends all choices of a request; an id that is not here brings nothing."""
         found = [s for s in self._all() if s.request.request_id == request_id]
-        outputs = [output for s in found for output in self._abort(s, FinishReason.CANCELLED, None, now)]
-        self._settle(now)
+        outputs = [output for s in found for output in self.abort(s, FinishReason.CANCELLED, None, now)]
+        self.settle(now)
         return outputs
 
     def fail(self, sequences: list[Sequence], error: str, now: float) -> list[Output]:
         """Ends these sequences with an error; those that ended already are passed over."""
         alive = [s for s in sequences if s.finish_reason is None]
-        outputs = [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
-        self._settle(now)
+        outputs = [output for s in alive for output in self.abort(s, FinishReason.FAILED, error, now)]
+        self.settle(now)
         return outputs
 
     def fail_all(self, error: str, now: float) -> list[Output]:
@@ -96,7 +101,15 @@ class SequenceStore:
         sequence.num_preemptions += 1
         sequence.timings.preempted_s.append(self.planned_s)
         self.counters.num_preemptions += 1
-        self._enqueue_waiting(sequence)
+        self.enqueue(sequence)
+
+    def preempt_torn(self, plan: Plan) -> None:
+        """Preempts the sequences for which a step was to copy blocks, and never did; it may have had nothing else of
+        them."""
+        targets = {target for _, target in plan.copies}
+        for sequence in self.running[:] if targets else ():
+            if sequence in self.running and not targets.isdisjoint(sequence.block_table):
+                self.preempt(sequence)
 
     def check(self) -> None:
         """Compares the pool with all sequences.
@@ -108,7 +121,7 @@ class SequenceStore:
 
     # Leaving
 
-    def _abort(
+    def abort(
         self, sequence: Sequence, reason: FinishReason, error: str | None, now: float
     ) -> Iterator[Output]:
         """Ends a sequence, and with it the choices that were to fork from it, and the other beams of its search."""
@@ -118,29 +131,29 @@ class SequenceStore:
             yield from self._abort_search(sequence.beams, reason, error, now)
             return
         unbegun = list(sequence.unbegun)
-        yield self._finish(sequence, reason, error, now)
+        yield self.finish(sequence, reason, error, now)
         for index in unbegun:
             yield self._finish_unbegun(sequence.request, index, reason, error, now)
 
     def _abort_search(
         self, beams: Beams, reason: FinishReason, error: str | None, now: float
     ) -> Iterator[Output]:
-        self._leave(beams)
+        self.leave(beams)
         for index in range(beams.width):
-            yield self._finish(beams.answer(index), reason, error, now)
+            yield self.finish(beams.answer(index), reason, error, now)
 
-    def _leave(self, beams: Beams) -> None:
+    def leave(self, beams: Beams) -> None:
         """Takes all sequences of a search that is over."""
         self.searches.remove(beams)
         for member in beams.members:
-            self._replace(member)
+            self.replace(member)
 
-    def _replace(self, member: Sequence) -> None:
+    def replace(self, member: Sequence) -> None:
         """Takes the sequence of a beam that is no more; what a step in flight brings for it is dropped."""
         member.finish_reason = FinishReason.CANCELLED
         self._remove(member)
 
-    def _finish(
+    def finish(
         self,
         sequence: Sequence,
         reason: FinishReason,
@@ -167,7 +180,7 @@ class SequenceStore:
         self._ended.append((request, None))
         return Output(request.request_id, index, finish_reason=reason, error=error, timings=timings)
 
-    def _settle(self, now: float) -> None:
+    def settle(self, now: float) -> None:
         """Settles ended choices with the queue, which has been charged for their work by then."""
         ended, self._ended = self._ended, []
         for request, sequence in ended:
@@ -188,6 +201,6 @@ class SequenceStore:
     def _all(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
 
-    def _enqueue_waiting(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: Sequence) -> None:
         """Keeps `waiting` in order of arrival: a preempted sequence goes before those that came after it."""
         insort(self.waiting, sequence, key=lambda s: s.order)

@@ -21,13 +21,13 @@ def test_who_ended_or_gave_way_has_departed_once() -> None:
     harness.submit(*(make_request(name, [i] * 5, max_tokens=9) for i, name in enumerate("abcd")))
     harness.submit(make_request("short", [9], max_tokens=1))
     harness.step()
-    assert names(harness.scheduler.take_departed()) == ["short"]
-    running = {s.request.request_id: s for s in harness.scheduler.running}
-    harness.scheduler.preempt(running["a"])
-    harness.scheduler.cancel("b", harness.now)
-    harness.scheduler.fail([running["c"]], "broken", harness.now)
-    assert names(harness.scheduler.take_departed()) == ["a", "b", "c"]
-    assert harness.scheduler.take_departed() == []
+    assert names(harness.scheduler.sequences.take_departed()) == ["short"]
+    running = {s.request.request_id: s for s in harness.scheduler.sequences.running}
+    harness.scheduler.sequences.preempt(running["a"])
+    harness.scheduler.sequences.cancel("b", harness.now)
+    harness.scheduler.sequences.fail([running["c"]], "broken", harness.now)
+    assert names(harness.scheduler.sequences.take_departed()) == ["a", "b", "c"]
+    assert harness.scheduler.sequences.take_departed() == []
 
 
 def test_who_gave_way_twice_departs_twice_and_once_more_at_its_end() -> None:
@@ -35,10 +35,10 @@ def test_who_gave_way_twice_departs_twice_and_once_more_at_its_end() -> None:
     harness.submit(make_request("r", [1] * 5, max_tokens=9))
     for _ in range(2):
         harness.step()
-        harness.scheduler.preempt(harness.scheduler.running[0])
-    assert names(harness.scheduler.take_departed()) == ["r", "r"]
-    harness.scheduler.cancel("r", harness.now)
-    assert names(harness.scheduler.take_departed()) == ["r"]
+        harness.scheduler.sequences.preempt(harness.scheduler.sequences.running[0])
+    assert names(harness.scheduler.sequences.take_departed()) == ["r", "r"]
+    harness.scheduler.sequences.cancel("r", harness.now)
+    assert names(harness.scheduler.sequences.take_departed()) == ["r"]
 
 
 def test_a_failed_step_and_bad_logits_depart_too() -> None:
@@ -46,9 +46,9 @@ def test_a_failed_step_and_bad_logits_depart_too() -> None:
     harness.submit(make_request("bad", [1]), make_request("broken", [2]))
     harness.runner.bad.add(("bad", 0))
     harness.step()
-    assert names(harness.scheduler.take_departed()) == ["bad"]
+    assert names(harness.scheduler.sequences.take_departed()) == ["bad"]
     harness.scheduler.fail_step(harness.scheduler.plan(5.0), "broken", 5.0)
-    assert names(harness.scheduler.take_departed()) == ["broken"]
+    assert names(harness.scheduler.sequences.take_departed()) == ["broken"]
 
 
 def sequences_alive() -> set[str]:
@@ -66,11 +66,11 @@ def test_nothing_keeps_a_sequence_that_has_ended() -> None:
     for step in range(40):
         harness.step()
         if step == 2:
-            harness.scheduler.preempt(harness.scheduler.running[0])
+            harness.scheduler.sequences.preempt(harness.scheduler.sequences.running[0])
         if step == 4:
-            harness.receive(harness.scheduler.cancel("free-5", harness.now))
+            harness.receive(harness.scheduler.sequences.cancel("free-5", harness.now))
     harness.finish()
-    harness.scheduler.take_departed()
+    harness.scheduler.sequences.take_departed()
     assert not {name for name in sequences_alive() if name.startswith("free-")}
 
 
