@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +54,37 @@ def num_tiles(num_tokens: int, num_sequences: int, num_pending: int) -> int:
     return (num_tokens + tiled * (num_pending + 2 * size - 2)) // size
 
 
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """The tensors between the launches, by tile. See `convolve_tiles_kernel` for their contents."""
+
+    places: Tensor
+    heads: Tensor
+    values: Tensor
+    decays: Tensor
+    weights: Tensor
+    befores: Tensor
+    found: Tensor | None
+
+    @staticmethod
+    def empty(spec: GatedDelta | Mamba2, channels: Tensor, num: int, constexprs: dict[str, Any]) -> _Tiles:
+        num_heads, num_key_heads = constexprs["NUM_HEADS"], constexprs["NUM_KEY_HEADS"]
+        keys, values = block_sizes(spec).values()
+
+        def empty(*shape: int, dtype: torch.dtype = channels.dtype) -> Tensor:
+            return torch.empty(num, *shape, dtype=dtype, device=channels.device)
+
+        return _Tiles(
+            empty(2, dtype=torch.int32),
+            empty(2 * num_key_heads, TILE.value, keys),
+            empty(num_heads, TILE.value, values),
+            empty(num_heads, TILE.value, dtype=torch.float32),
+            empty(num_heads, TILE.value, dtype=torch.float32),
+            empty(num_heads, keys, values),
+            empty(num_heads, TILE.value, keys) if isinstance(spec, GatedDelta) else None,
+        )
+
+
 def run_tiles(
     made: Tensor,
     channels: Tensor,
@@ -74,30 +106,15 @@ def run_tiles(
     """
     num_heads, num_key_heads = constexprs["NUM_HEADS"], constexprs["NUM_KEY_HEADS"]
     sizes = block_sizes(spec)
-    keys, values = sizes["BLOCK_KEYS"], sizes["BLOCK_VALUES"]
-    num_sequences = batch.context_lens.numel()
-    num_pending = 0 if kept.pending is None else kept.pending.shape[1]
-    tiles = num_tiles(len(channels), num_sequences, num_pending)
-    device, dtype = channels.device, channels.dtype
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(tiles, *shape, dtype=dtype, device=device)
-
-    places = empty(2, dtype=torch.int32)
-    heads, of_values = empty(2 * num_key_heads, TILE.value, keys), empty(num_heads, TILE.value, values)
-    decays, weights = (empty(num_heads, TILE.value, dtype=torch.float32) for _ in range(2))
-    befores = empty(num_heads, keys, values)
-    found = None
-    layer = {
-        name: constexprs[name] for name in ("IS_DELTA", "NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM")
-    }
-    shared = {name: constexprs[name] for name in ("NUM_HEADS", "NUM_KEY_HEADS", "IS_TILED")} | sizes
-    convolve_tiles_kernel[(2 * num_key_heads + num_heads + 1, tiles, TILE.value // ROWS.value)](
-        places,
-        heads,
-        of_values,
-        decays,
-        weights,
+    values, num_sequences = sizes["BLOCK_VALUES"], batch.context_lens.numel()
+    num = num_tiles(len(channels), num_sequences, 0 if kept.pending is None else kept.pending.shape[1])
+    tiles = _Tiles.empty(spec, channels, num, constexprs)
+    convolve_tiles_kernel[(2 * num_key_heads + num_heads + 1, num, TILE.value // ROWS.value)](
+        tiles.places,
+        tiles.heads,
+        tiles.values,
+        tiles.decays,
+        tiles.weights,
         channels,
         channels.stride(0),
         gates,
@@ -114,29 +131,60 @@ def run_tiles(
         kept.slots,
         num_sequences,
         **numbers,
-        **layer,
-        **{name: constexprs[name] for name in ("QUERIES", "KEYS", "VALUES")},
+        **_of(constexprs, "IS_DELTA", "NUM_HEADS", "NUM_KEY_HEADS", "KEY_DIM", "VALUE_DIM"),
+        **_of(constexprs, "QUERIES", "KEYS", "VALUES"),
         **row_sizes(spec),
         **sizes,
         FEWEST=FEWEST,
         SEQUENCES=SEQUENCES,
         BLOCK_HEADS=triton.next_power_of_2(num_heads),
     )
-    if isinstance(spec, GatedDelta):
-        found = empty(num_heads, TILE.value, keys)
-        solve_tiles_kernel[(num_heads, tiles)](
-            places, heads, of_values, found, decays, weights, **shared, num_warps=SOLVING_WARPS
+    shared = _of(constexprs, "NUM_HEADS", "NUM_KEY_HEADS", "IS_TILED") | sizes
+    if tiles.found is not None:
+        solve_tiles_kernel[(num_heads, num)](
+            *(tiles.places, tiles.heads, tiles.values, tiles.found, tiles.decays, tiles.weights),
+            **shared,
+            num_warps=SOLVING_WARPS,
         )
-    carried, read = min(CARRIED[type(spec)], values), min(READ, values)
-    carrying = {name: constexprs[name] for name in ("IS_DELTA", "KEY_DIM", "VALUE_DIM")} | shared
-    carrying |= {"COLUMNS": carried, "FEWEST": FEWEST, "SEQUENCES": SEQUENCES}
-    carry_state_kernel[(num_heads * (values // carried), num_sequences)](
-        heads,
-        of_values,
-        found,
-        decays,
-        weights,
-        befores,
+    _carry(tiles, kept, batch, min(CARRIED[type(spec)], values), constexprs, shared)
+    read = min(READ, values)
+    read_tiles_kernel[(num_heads * (values // read), num)](
+        made,
+        tiles.places,
+        tiles.heads,
+        tiles.values,
+        tiles.decays,
+        tiles.weights,
+        tiles.befores,
+        own.skip,
+        batch.query_starts,
+        **shared,
+        IS_DELTA=constexprs["IS_DELTA"],
+        VALUE_DIM=constexprs["VALUE_DIM"],
+        COLUMNS=read,
+    )
+
+
+def _carry(
+    tiles: _Tiles,
+    kept: Kept,
+    batch: Batch,
+    columns: int,
+    constexprs: dict[str, Any],
+    shared: dict[str, Any],
+) -> None:
+    """Carries states from tile to tile, and keeps those of the sequences, `columns` of a head in each program."""
+    num_sequences = batch.context_lens.numel()
+    num_parts = constexprs["NUM_HEADS"] * (shared["BLOCK_VALUES"] // columns)
+    carrying = _of(constexprs, "IS_DELTA", "KEY_DIM", "VALUE_DIM") | shared
+    carrying |= {"COLUMNS": columns, "FEWEST": FEWEST, "SEQUENCES": SEQUENCES}
+    carry_state_kernel[(num_parts, num_sequences)](
+        tiles.heads,
+        tiles.values,
+        tiles.found,
+        tiles.decays,
+        tiles.weights,
+        tiles.befores,
         kept.state,
         kept.slot_stride,
         batch.query_starts,
@@ -149,11 +197,11 @@ def run_tiles(
         SAVES=SAVES,
     )
     if kept.slots is not None:
-        finish_states_kernel[(num_heads * (values // carried), num_sequences + kept.num_saves)](
-            heads,
-            of_values,
-            decays,
-            weights,
+        finish_states_kernel[(num_parts, num_sequences + kept.num_saves)](
+            tiles.heads,
+            tiles.values,
+            tiles.decays,
+            tiles.weights,
             kept.state,
             kept.slot_stride,
             batch.query_starts,
@@ -163,21 +211,10 @@ def run_tiles(
             num_sequences,
             **carrying,
         )
-    read_tiles_kernel[(num_heads * (values // read), tiles)](
-        made,
-        places,
-        heads,
-        of_values,
-        decays,
-        weights,
-        befores,
-        own.skip,
-        batch.query_starts,
-        **shared,
-        IS_DELTA=constexprs["IS_DELTA"],
-        VALUE_DIM=constexprs["VALUE_DIM"],
-        COLUMNS=read,
-    )
+
+
+def _of(constexprs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: constexprs[name] for name in names}
 
 
 def block_sizes(spec: GatedDelta | Mamba2) -> dict[str, int]:

@@ -164,19 +164,24 @@ def _made(
         num_warps=1,
     )
     if kept.slots is not None:
-        keep_rows_kernel[(triton.cdiv(spec.row_floats, CHANNELS), num_sequences)](
-            channels,
-            channels.stride(0),
-            gates,
-            gates.stride(0),
-            kept.history,
-            kept.pending,
-            kept.slot_stride,
-            batch.query_starts,
-            kept.slots,
-            kept.saves,
-            kept.num_saves,
-            **sizes,
-            BLOCK=CHANNELS,
-        )
+        _keep_rows(channels, gates, kept, batch, sizes)
     return made
+
+
+def _keep_rows(channels: Tensor, gates: Tensor, kept: Kept, batch: Batch, sizes: dict[str, int]) -> None:
+    """Keeps the rows of each sequence that steps to come need; see `keep_rows_kernel`."""
+    keep_rows_kernel[(triton.cdiv(sizes["ROW_FLOATS"], CHANNELS), batch.context_lens.numel())](
+        channels,
+        channels.stride(0),
+        gates,
+        gates.stride(0),
+        kept.history,
+        kept.pending,
+        kept.slot_stride,
+        batch.query_starts,
+        kept.slots,
+        kept.saves,
+        kept.num_saves,
+        **sizes,
+        BLOCK=CHANNELS,
+    )
