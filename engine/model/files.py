@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.engine.model import consolidated
 from penstock.engine.model.consolidated import is_consolidated
 from penstock.engine.model.gguf.container import GgufTensor, is_gguf, read_header
-from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.model.gguf.names import Names
 from penstock.engine.model.safetensors import TensorEntry, TensorFiles, named, renamed
 
@@ -30,7 +30,7 @@ def open_files(path: Path) -> TensorFiles:
 def _open_gguf(path: Path) -> TensorFiles:
     """The tensors of a GGUF file, and of the model's other parts if it has several."""
     header = read_header(path)
-    names = Names(Kind.of(header.fields))
+    names = Names(GgufKind.of(header.fields))
     own_names = {name: tensor for tensor in header.tensors if (name := names.engine_name(tensor)) is not None}
     found = {name: header.tensors[own_name] for name, own_name in own_names.items()}
     entries = {

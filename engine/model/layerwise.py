@@ -128,7 +128,7 @@ class LayerTensors(TensorFiles):
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResidualStream:
     """The residual stream of some texts between two layers."""
 
     texts: Sequence[Text]
@@ -160,7 +160,7 @@ class LayerwiseDecoder:
         norm = Reader(files, self._kernels).norm(config.spec.final_norm)
         self._ends = Weights(embedding, [], norm, DenseLinear(self._head, None), is_tied=False)
 
-    def start(self, texts: Sequence[Text]) -> Stream:
+    def start(self, texts: Sequence[Text]) -> ResidualStream:
         """The stream before the first layer."""
         lengths = [len(text.token_ids) for text in texts] or [0]
         tables = _block_tables(lengths)
@@ -168,9 +168,11 @@ class LayerwiseDecoder:
         batch.token_ids = torch.tensor([token for text in texts for token in text.token_ids]).int()
         device = self._kernels.device
         hidden = self._run(slice(1), batch).to(device)  # where the embedding is, on the host
-        return Stream(texts, batch.to(device), hidden)
+        return ResidualStream(texts, batch.to(device), hidden)
 
-    def through(self, layer: LayerTensors, stream: Stream, see: See = lambda *_: None) -> Stream:
+    def through(
+        self, layer: LayerTensors, stream: ResidualStream, see: See = lambda *_: None
+    ) -> ResidualStream:
         """The stream after a layer; each of its linear maps has the weight of the moment at which it runs."""
         spec = self._config.spec.layers[layer.index]
         own = spec.feed_forward
@@ -180,7 +182,7 @@ class LayerwiseDecoder:
         hidden = self._run(slice(1, -1), stream.batch, stream.hidden, layer.index, [weights])
         return replace(stream, hidden=hidden)
 
-    def perplexity(self, stream: Stream) -> float:
+    def perplexity(self, stream: ResidualStream) -> float:
         """e to the mean negative log likelihood of the tokens that count, of a stream after the last layer."""
         counted = torch.tensor([mark for text in stream.texts for mark in _counted(text)])
         rows = counted.roll(-1).nonzero().flatten().int().to(stream.hidden.device)

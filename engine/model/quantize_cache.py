@@ -34,7 +34,7 @@ from penstock.engine.model.tensors import Recipe, check_tensors, head_spec, line
 from penstock.engine.model.weights import Progress
 from penstock.engine.quant import codebook, float8, integers, kept, rotation, rounding
 from penstock.engine.quant.formats import NamedTensors, Rounding
-from penstock.engine.quant.kept import Kept
+from penstock.engine.quant.kept import KeptTensors
 from penstock.engine.quant.rounding import RoundGroups
 from penstock.engine.quant.storages import packing
 from penstock.engine.quant.storages.names import LM_HEAD
@@ -227,7 +227,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
     Raises:
         CheckpointError: the file was not made from this checkpoint.
     """
-    storages = {linear.name: Kept(linear.format) for linear in linears}
+    storages = {linear.name: KeptTensors(linear.format) for linear in linears}
     own = checkpoint.recipe.storages
     found = Checkpoint(
         replace(checkpoint.config, spec=replace(checkpoint.config.spec, ties_embeddings=False)),
@@ -324,7 +324,7 @@ def _make(
 
 
 def _quantized(files: TensorFiles, linear: _Linear, round_groups: RoundGroups) -> NamedTensors:
-    return Kept(linear.format).store(rounded(linear.format, files.read(linear.source), round_groups))
+    return KeptTensors(linear.format).store(rounded(linear.format, files.read(linear.source), round_groups))
 
 
 def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -332,6 +332,6 @@ def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch
     tensors = {
         f"{linear.name}.{tensor.suffix}": (tensor.known_shape, safetensors.DTYPES[tensor.dtypes[0]])
         for linear in linears
-        for tensor in Kept(linear.format).tensors(linear.rows, linear.in_features)
+        for tensor in KeptTensors(linear.format).tensors(linear.rows, linear.in_features)
     }
     return {**tensors, _CHECKSUM: ((1,), torch.int64)}

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.files import open_files
-from penstock.engine.model.layerwise import LayerTensors, LayerwiseDecoder, Stream
+from penstock.engine.model.layerwise import LayerTensors, LayerwiseDecoder, ResidualStream
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.safetensors import DTYPES, TensorFiles
 from penstock.engine.model.stacks import unstacked
@@ -36,7 +36,7 @@ METHODS = ("gptq", "awq", "rtn")
 _FEWEST_ROWS = 32
 """An expert that fewer tokens of the calibration texts chose is rounded to the nearest."""
 
-Progress = Callable[[float], None]
+ShareDone = Callable[[float], None]
 """Is called with the fraction that is done."""
 
 
@@ -169,10 +169,10 @@ def _others(config: ModelConfig, files: TensorFiles) -> dict[str, tuple[int, ...
 class _Streams(NamedTuple):
     """The hidden states of the texts between two layers."""
 
-    calibration: Stream
-    before: Stream
+    calibration: ResidualStream
+    before: ResidualStream
     """Of the held-out texts, with the float weights."""
-    after: Stream
+    after: ResidualStream
     """Of the held-out texts, with the quantized weights."""
 
 
@@ -182,7 +182,7 @@ def quantize(
     scheme: Scheme,
     texts: Texts,
     device: torch.device,
-    progress: Progress = lambda _: None,
+    progress: ShareDone = lambda _: None,
 ) -> Outcome:
     """Writes the quantized weights of the checkpoint in `folder` into the safetensors file `target`.
 
@@ -225,7 +225,7 @@ def _quantized_layer(
     streams: _Streams,
     scheme: Scheme,
     grids: Mapping[str, Grid],
-    progress: Progress,
+    progress: ShareDone,
 ) -> tuple[dict[str, Tensor], _Streams]:
     """The tensors of a layer as the checkpoint has them, by their full names, and the streams after the layer."""
     before = decoder.through(layer, streams.before)
@@ -251,7 +251,7 @@ def _quantized_layer(
 
 
 def _fold(
-    layer: LayerTensors, decoder: LayerwiseDecoder, calibration: Stream, grids: Mapping[str, Grid]
+    layer: LayerTensors, decoder: LayerwiseDecoder, calibration: ResidualStream, grids: Mapping[str, Grid]
 ) -> None:
     """Multiplies the columns of linear maps as AWQ says, and divides the modules that make their inputs.
 

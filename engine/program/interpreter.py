@@ -17,7 +17,7 @@ from penstock.engine.kernels.ranks import embed
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.state_cache import StateCache
 from penstock.engine.program.experts import activate, run_experts
-from penstock.engine.program.ops import Heads, Kind, Op, Program, Stream
+from penstock.engine.program.ops import Heads, Op, OpKind, Program, Stream
 from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 
 
@@ -256,7 +256,7 @@ class Run:
         self._hidden = made
 
 
-_RUN: Mapping[Kind, Callable[[Run, Op], None]] = {
+_RUN: Mapping[OpKind, Callable[[Run, Op], None]] = {
     "embed": Run.embed,
     "linear": Run.linear,
     "norm": Run.norm,

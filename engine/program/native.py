@@ -40,10 +40,10 @@ from penstock.engine.program.native_layers import (
     mixer_widths,
     packed,
 )
-from penstock.engine.program.ops import Kind, Op, Program, Stream
+from penstock.engine.program.ops import Op, OpKind, Program, Stream
 from penstock.engine.spec import ACTIVATIONS, Attention, StateMixer
 
-KINDS, STREAMS = get_args(Kind), get_args(Stream)
+KINDS, STREAMS = get_args(OpKind), get_args(Stream)
 """program.h has the same orders."""
 PACKED_ROWS = -1
 """The `rows_type` of rows that a linear map has."""

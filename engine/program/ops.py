@@ -12,7 +12,7 @@ from penstock.engine.kernels.linear import Linear
 from penstock.engine.program.parameters import AttentionWeights, ExpertsWeights, StateWeights
 from penstock.engine.spec import Attention
 
-Kind = Literal[
+OpKind = Literal[
     "embed",  # token ids -> hidden, times `scale`
     "linear",  # a norm of `source`, or `source` itself -> `target`, or added to it
     "norm",  # the norm of `source`, times `scale`, is added to `target`
@@ -47,9 +47,9 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation of a program; what reads and writes which rows, see `Kind`."""
+    """One operation of a program; what reads and writes which rows, see `OpKind`."""
 
-    kind: Kind
+    kind: OpKind
     time: str
     """The part of a step that its time counts for."""
     source: Stream = "hidden"

@@ -16,7 +16,7 @@ from penstock.engine.quant.storages.packing import Codes
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTensors:
     """The tensors of a format as they are, except that two numbers of 4 bits share a byte.
 
     The low half of byte j of a row has number 2j, the high half number 2j + 1, both less the least that there is.

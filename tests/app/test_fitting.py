@@ -36,7 +36,7 @@ from penstock.engine.model.gguf.config import read_config as gguf_config
 from penstock.engine.model.parse import parse_config, read_config
 from penstock.engine.quant import checkpoints
 from penstock.engine.quant.integers import Integers
-from penstock.engine.quant.kept import Kept
+from penstock.engine.quant.kept import KeptTensors
 from penstock.engine.quant.storage import PLAIN
 from penstock.engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config, save_tensors, tensor_shapes
@@ -264,7 +264,7 @@ def test_a_card_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_checkpoint_that_is_quantized_is_told_with_its_method(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored = Kept(Integers(8, 32))
+    stored = KeptTensors(Integers(8, 32))
     monkeypatch.setitem(
         checkpoints.METHODS, "gptq", lambda _: lambda name: stored if "proj" in name else PLAIN
     )

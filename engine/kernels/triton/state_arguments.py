@@ -52,7 +52,7 @@ def constants(spec: GatedDelta | Mamba2) -> tuple[dict[str, float], dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptStates:
     """The tensors of a layer's slots that a step reads and writes; without slots, none."""
 
     state: Tensor | None
@@ -64,7 +64,7 @@ class Kept:
     num_saves: int
 
     @classmethod
-    def of(cls, states: LayerStates | None, batch: Batch) -> Kept:
+    def of(cls, states: LayerStates | None, batch: Batch) -> KeptStates:
         slots, saves = batch.state_slots, batch.state_saves
         if states is None or slots is None:
             return cls(None, None, None, 0, None, batch.query_starts, 0)

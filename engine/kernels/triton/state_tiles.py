@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.recurrent import StateVectors
-from penstock.engine.kernels.triton.state_arguments import Kept
+from penstock.engine.kernels.triton.state_arguments import KeptStates
 from penstock.engine.kernels.triton.state_tile_kernels import (
     carry_state_kernel,
     finish_states_kernel,
@@ -91,7 +91,7 @@ def run_tiles(
     gates: Tensor,
     spec: GatedDelta | Mamba2,
     own: StateVectors,
-    kept: Kept,
+    kept: KeptStates,
     batch: Batch,
     numbers: dict[str, float],
     constexprs: dict[str, Any],
@@ -167,7 +167,7 @@ def run_tiles(
 
 def _carry(
     tiles: _Tiles,
-    kept: Kept,
+    kept: KeptStates,
     batch: Batch,
     columns: int,
     constexprs: dict[str, Any],

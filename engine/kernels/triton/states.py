@@ -14,7 +14,7 @@ from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.kernels.state_cache import LayerStates
 from penstock.engine.kernels.triton.norms import gated_rms_norm
-from penstock.engine.kernels.triton.state_arguments import Kept, constants
+from penstock.engine.kernels.triton.state_arguments import KeptStates, constants
 from penstock.engine.kernels.triton.state_kernels import (
     NEVER,
     keep_rows_kernel,
@@ -73,7 +73,7 @@ def short_conv(
     made = torch.empty(num_tokens, spec.channels, dtype=rows.dtype, device=rows.device)
     sizes = conv_sizes(spec)
     rounds = min(max(triton.cdiv(most_rows(batch), sizes["ROWS"]), 1), ROUNDS)
-    kept = Kept.of(states, batch)
+    kept = KeptStates.of(states, batch)
     short_conv_kernel[(triton.cdiv(spec.channels, sizes["BLOCK"]), num_sequences + 1, rounds)](
         made,
         rows.contiguous(),
@@ -123,7 +123,7 @@ def _made(
     made = torch.empty(len(channels), num_heads * value_dim, dtype=torch.float32, device=channels.device)
     block_keys = triton.next_power_of_2(key_dim)
     block = min(max(PART_OF_STATE // block_keys, 1), triton.next_power_of_2(value_dim))
-    kept, num_sequences = Kept.of(states, batch), batch.context_lens.numel()
+    kept, num_sequences = KeptStates.of(states, batch), batch.context_lens.numel()
     taps = triton.next_power_of_2(spec.kernel)
     sizes = {
         "CHANNELS": spec.history_channels,
@@ -168,7 +168,9 @@ def _made(
     return made
 
 
-def _keep_rows(channels: Tensor, gates: Tensor, kept: Kept, batch: Batch, sizes: dict[str, int]) -> None:
+def _keep_rows(
+    channels: Tensor, gates: Tensor, kept: KeptStates, batch: Batch, sizes: dict[str, int]
+) -> None:
     """Keeps the rows of each sequence that steps to come need; see `keep_rows_kernel`."""
     keep_rows_kernel[(triton.cdiv(sizes["ROW_FLOATS"], CHANNELS), batch.context_lens.numel())](
         channels,

@@ -24,7 +24,7 @@ from penstock.engine.model.families.common import (
 )
 from penstock.engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
 from penstock.engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
-from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.model.gguf.names import Names
 from penstock.engine.model.gguf.states import state_entries, stored_state
 from penstock.engine.model.parse import parse_config
@@ -90,7 +90,7 @@ def read_config(path: Path) -> ModelConfig:
         CheckpointError: names the entry that is missing, malformed or not supported.
     """
     header = read_header(path)
-    fields, kind = header.fields, Kind.of(header.fields)
+    fields, kind = header.fields, GgufKind.of(header.fields)
     entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
     is_sparse = kind.sparse and "num_experts" in entries
     architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
@@ -131,7 +131,7 @@ def token_id(fields: Fields, name: str) -> int | None:
     return found if found is not None and 0 <= found < len(fields.strings("tokenizer.ggml.tokens")) else None
 
 
-def _entries(header: Header, kind: Kind) -> dict[str, object]:
+def _entries(header: Header, kind: GgufKind) -> dict[str, object]:
     """The entries of the config.json that the model was converted from."""
     fields, name = header.fields, header.fields.text("general.architecture")
     _refuse_the_unsupported(fields, name, kind)
@@ -176,13 +176,13 @@ def _depth(fields: Fields, name: str) -> int:
     return count - int(fields.within(f"{name}.nextn_predict_layers", 0, count - 1) or 0)
 
 
-def _heads(fields: Fields, name: str, kind: Kind) -> int:
+def _heads(fields: Fields, name: str, kind: GgufKind) -> int:
     """The query heads of layers with attention; files may have 0 where there are none, or a number for each layer."""
     key = f"{name}.attention.head_count"
     return max([*fields.integers(key), 1]) if kind.has_states else fields.size(key)
 
 
-def _inner_sizes(fields: Fields, name: str, kind: Kind, depth: int) -> list[int]:
+def _inner_sizes(fields: Fields, name: str, kind: GgufKind, depth: int) -> list[int]:
     """The widths of feed-forward parts; 0 stands for a layer without one."""
     sizes = _of_layers(fields, name, "feed_forward_length", depth, least=0 if kind.has_states else 1)
     return [size for size in sizes if size] or [1]
@@ -197,7 +197,7 @@ def _of_layers(
     ]
 
 
-def _kv_heads(header: Header, name: str, kind: Kind, heads: int, kinds: list[str]) -> dict[str, object]:
+def _kv_heads(header: Header, name: str, kind: GgufKind, heads: int, kinds: list[str]) -> dict[str, object]:
     """Returns the key-value heads of layers with a window, and of the other layers, whose keys may be values, too."""
     least = 0 if kind.has_states else 1
     counts = _of_layers(header.fields, name, "attention.head_count_kv", len(kinds), heads, least=least)
@@ -212,7 +212,7 @@ def _kv_heads(header: Header, name: str, kind: Kind, heads: int, kinds: list[str
     }
 
 
-def _refuse_the_unsupported(fields: Fields, name: str, kind: Kind) -> None:
+def _refuse_the_unsupported(fields: Fields, name: str, kind: GgufKind) -> None:
     for key in _UNSUPPORTED:
         if key not in kind.keys and fields.number(f"{name}.{key}", 0.0):
             raise fields.error(f"{name}.{key} is not supported")
@@ -230,7 +230,7 @@ def _layer_types(header: Header, name: str, depth: int) -> list[str] | None:
     return None if flags is None else [SLIDING if slides else FULL for slides in flags]
 
 
-def _rope(header: Header, name: str, kind: Kind, head_dim: int, windowed_dim: int) -> dict[str, object]:
+def _rope(header: Header, name: str, kind: GgufKind, head_dim: int, windowed_dim: int) -> dict[str, object]:
     fields = header.fields
     rotated = fields.size(f"{name}.rope.dimension_count", head_dim)
     if fields.size(f"{name}.rope.dimension_count_swa", windowed_dim) != windowed_dim:
@@ -275,7 +275,7 @@ def _numbers(fields: Fields, name: str, keys: Mapping[str, str]) -> dict[str, ob
     return {entry: fields.number(key) for entry, key in found.items() if fields.has(key)}
 
 
-def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
+def _as_stored(spec: ModelSpec, header: Header, kind: GgufKind) -> ModelSpec:
     """Returns the model with the tensors of the file: ggml's norms have no offsets, and biases are as in the file."""
     factors, ropes = header.tensors.get(_ROPE_FACTORS), spec.ropes
     rotating = [own for own in spec.attentions.values() if own.rope is not None]
@@ -295,7 +295,7 @@ def _as_stored(spec: ModelSpec, header: Header, kind: Kind) -> ModelSpec:
     )
 
 
-def _stored_layer(layer: Layer, number: int, header: Header, kind: Kind) -> Layer:
+def _stored_layer(layer: Layer, number: int, header: Header, kind: GgufKind) -> Layer:
     norms = {name: replace(norm, offset=0.0) for name, norm in layer.outer_norms().items()}
     return replace(
         layer,
@@ -305,7 +305,7 @@ def _stored_layer(layer: Layer, number: int, header: Header, kind: Kind) -> Laye
     )
 
 
-def _stored_prediction(spec: ModelSpec, header: Header, kind: Kind) -> Prediction | None:
+def _stored_prediction(spec: ModelSpec, header: Header, kind: GgufKind) -> Prediction | None:
     """Returns the layer that drafts, which follows the others in every kind of model; None if the file counts none."""
     own, number = spec.prediction, len(spec.layers)
     if own is None or not own.is_told:
@@ -322,7 +322,7 @@ def _stored_prediction(spec: ModelSpec, header: Header, kind: Kind) -> Predictio
     )
 
 
-def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: Kind) -> Mixer | None:
+def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: GgufKind) -> Mixer | None:
     if mixer is None:
         return None
     if not isinstance(mixer, Attention):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.engine.model.gguf.container import Header
-from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.spec import Experts, Mlp, Router, default_stacks
 
 PREFIX = "mlp.experts"
@@ -61,7 +61,7 @@ _ENTRIES = {
 """The keys of numbers, and the families' names for them in a config.json."""
 
 
-def expert_entries(header: Header, name: str, kind: Kind, depth: int) -> dict[str, object]:
+def expert_entries(header: Header, name: str, kind: GgufKind, depth: int) -> dict[str, object]:
     """The entries of a config.json for a model's experts, if it has any.
 
     A layer has experts if it has a router, even if the metadata count it among dense layers.

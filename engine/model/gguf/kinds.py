@@ -54,7 +54,7 @@ _NEMOTRON_EPS = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class GgufKind:
     """A row of KINDS."""
 
     architecture: str
@@ -86,7 +86,7 @@ class Kind:
     """Gemma's model with so many layers scales scores by hidden_size / heads, and all others by the size of a head."""
 
     @classmethod
-    def of(cls, fields: Fields) -> Kind:
+    def of(cls, fields: Fields) -> GgufKind:
         """The kind that a file's metadata name.
 
         Raises:
@@ -98,13 +98,13 @@ class Kind:
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
 _LAYER_NORM_EPS = ("attention.layer_norm_epsilon", "layer_norm_eps")
 
-_QWEN3_MOE = Kind(
+_QWEN3_MOE = GgufKind(
     architecture="Qwen3MoeForCausalLM",
     sparse="Qwen3MoeForCausalLM",
     entries={**_EVERY_LAYER_SLIDES, "norm_topk_prob": True},
 )
 
-_QWEN35 = Kind(
+_QWEN35 = GgufKind(
     architecture="Qwen3_5ForCausalLM",
     keys=_QWEN_NEXTN,
     names=states.DELTA,
@@ -113,26 +113,26 @@ _QWEN35 = Kind(
 )
 
 KINDS = {
-    "llama": Kind(
+    "llama": GgufKind(
         architecture="LlamaForCausalLM",
         windowed="MistralForCausalLM",
         sparse="MixtralForCausalLM",
         is_interleaved=True,
     ),
-    "qwen2": Kind(architecture="Qwen2ForCausalLM", entries=_EVERY_LAYER_SLIDES),
-    "qwen3": Kind(architecture="Qwen3ForCausalLM", entries=_EVERY_LAYER_SLIDES),
+    "qwen2": GgufKind(architecture="Qwen2ForCausalLM", entries=_EVERY_LAYER_SLIDES),
+    "qwen3": GgufKind(architecture="Qwen3ForCausalLM", entries=_EVERY_LAYER_SLIDES),
     # Sections of a rotation are for images: text has the same position in all of them.
-    "qwen2vl": Kind(architecture="Qwen2_5_VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
-    "qwen3vl": Kind(architecture="Qwen3VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
-    "gemma2": Kind(
+    "qwen2vl": GgufKind(architecture="Qwen2_5_VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
+    "qwen3vl": GgufKind(architecture="Qwen3VLForConditionalGeneration", entries=_EVERY_LAYER_SLIDES),
+    "gemma2": GgufKind(
         architecture="Gemma2ForCausalLM",
         keys=_SOFTCAPS,
         window=4096,
         names=_FOUR_NORMS,
         wide_depth=46,
     ),
-    "gemma3": Kind(architecture="Gemma3ForCausalLM", keys=_SOFTCAPS, names=_FOUR_NORMS, wide_depth=62),
-    "gemma4": Kind(
+    "gemma3": GgufKind(architecture="Gemma3ForCausalLM", keys=_SOFTCAPS, names=_FOUR_NORMS, wide_depth=62),
+    "gemma4": GgufKind(
         architecture="Gemma4ForCausalLM",
         sparse="Gemma4ForCausalLM",
         keys={
@@ -151,13 +151,13 @@ KINDS = {
             "post_norm": "post_per_layer_input_norm",
         },
     ),
-    "mistral3": Kind(architecture="Ministral3ForCausalLM", is_interleaved=True),
-    "phi3": Kind(
+    "mistral3": GgufKind(architecture="Ministral3ForCausalLM", is_interleaved=True),
+    "phi3": GgufKind(
         architecture="Phi3ForCausalLM",
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         rotates_in_part=True,
     ),
-    "glm4": Kind(
+    "glm4": GgufKind(
         architecture="Glm4ForCausalLM",
         names={
             "post_attention_norm": "post_self_attn_layernorm",
@@ -166,40 +166,40 @@ KINDS = {
         },
         rotates_in_part=True,
     ),
-    "smollm3": Kind(architecture="SmolLM3ForCausalLM", is_interleaved=True),
-    "seed_oss": Kind(
+    "smollm3": GgufKind(architecture="SmolLM3ForCausalLM", is_interleaved=True),
+    "seed_oss": GgufKind(
         architecture="SeedOssForCausalLM", names={"post_attention_norm": "post_attention_layernorm"}
     ),
-    "granite": Kind(architecture="GraniteForCausalLM", keys=_GRANITE, is_interleaved=True),
-    "olmo2": Kind(architecture="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", names=_POST_NORMS),
-    "exaone4": Kind(architecture="Exaone4ForCausalLM", names=_POST_NORMS),
-    "command-r": Kind(architecture="CohereForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
-    "cohere2": Kind(architecture="Cohere2ForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
-    "ernie4_5": Kind(architecture="Ernie4_5ForCausalLM"),
-    "hunyuan-dense": Kind(
+    "granite": GgufKind(architecture="GraniteForCausalLM", keys=_GRANITE, is_interleaved=True),
+    "olmo2": GgufKind(architecture="Olmo2ForCausalLM", windowed="Olmo3ForCausalLM", names=_POST_NORMS),
+    "exaone4": GgufKind(architecture="Exaone4ForCausalLM", names=_POST_NORMS),
+    "command-r": GgufKind(architecture="CohereForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
+    "cohere2": GgufKind(architecture="Cohere2ForCausalLM", keys=_LOGIT_SCALE, eps=_LAYER_NORM_EPS),
+    "ernie4_5": GgufKind(architecture="Ernie4_5ForCausalLM"),
+    "hunyuan-dense": GgufKind(
         architecture="HunYuanDenseV1ForCausalLM",
         names=_HUNYUAN_NORMS,
     ),
     "qwen3moe": _QWEN3_MOE,
     "qwen3vlmoe": _QWEN3_MOE,
-    "qwen2moe": Kind(
+    "qwen2moe": GgufKind(
         architecture="Qwen2MoeForCausalLM", sparse="Qwen2MoeForCausalLM", entries=_EVERY_LAYER_SLIDES
     ),
-    "olmoe": Kind(architecture="OlmoeForCausalLM", sparse="OlmoeForCausalLM"),
-    "gpt-oss": Kind(
+    "olmoe": GgufKind(architecture="OlmoeForCausalLM", sparse="OlmoeForCausalLM"),
+    "gpt-oss": GgufKind(
         architecture="GptOssForCausalLM",
         sparse="GptOssForCausalLM",
         gating=3,
         names={"post_attention_norm": "post_attention_layernorm"},
         rope={"truncate": False},
     ),
-    "granitemoe": Kind(
+    "granitemoe": GgufKind(
         architecture="GraniteMoeForCausalLM",
         sparse="GraniteMoeForCausalLM",
         keys=_GRANITE,
         is_interleaved=True,
     ),
-    "glm4moe": Kind(
+    "glm4moe": GgufKind(
         architecture="Glm4MoeForCausalLM",
         sparse="Glm4MoeForCausalLM",
         gating=2,
@@ -207,7 +207,7 @@ KINDS = {
         names={"post_attention_norm": "post_attention_layernorm"},
         rotates_in_part=True,
     ),
-    "llama4": Kind(
+    "llama4": GgufKind(
         architecture="Llama4ForConditionalGeneration",
         sparse="Llama4ForConditionalGeneration",
         gating=2,
@@ -218,11 +218,11 @@ KINDS = {
         entries={"layer_types": None},
         names={f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     ),
-    "ernie4_5-moe": Kind(architecture="Ernie4_5_MoeForCausalLM", sparse="Ernie4_5_MoeForCausalLM"),
-    "hunyuan-moe": Kind(
+    "ernie4_5-moe": GgufKind(architecture="Ernie4_5_MoeForCausalLM", sparse="Ernie4_5_MoeForCausalLM"),
+    "hunyuan-moe": GgufKind(
         architecture="HunYuanMoEV1ForCausalLM", sparse="HunYuanMoEV1ForCausalLM", names=_HUNYUAN_NORMS
     ),
-    "minimax-m2": Kind(
+    "minimax-m2": GgufKind(
         architecture="MiniMaxM2ForCausalLM",
         sparse="MiniMaxM2ForCausalLM",
         gating=2,
@@ -231,8 +231,8 @@ KINDS = {
     "qwen35": _QWEN35,
     "qwen35moe": replace(_QWEN35, architecture="Qwen3_5MoeForCausalLM", sparse="Qwen3_5MoeForCausalLM"),
     "qwen3next": replace(_QWEN35, architecture="Qwen3NextForCausalLM", sparse="Qwen3NextForCausalLM"),
-    "lfm2": Kind(architecture="Lfm2ForCausalLM", names=_LFM2, eps=_LFM2_EPS, has_states=True),
-    "lfm2moe": Kind(
+    "lfm2": GgufKind(architecture="Lfm2ForCausalLM", names=_LFM2, eps=_LFM2_EPS, has_states=True),
+    "lfm2moe": GgufKind(
         architecture="Lfm2MoeForCausalLM",
         sparse="Lfm2MoeForCausalLM",
         gating=2,
@@ -240,7 +240,7 @@ KINDS = {
         eps=_LFM2_EPS,
         has_states=True,
     ),
-    "granitehybrid": Kind(
+    "granitehybrid": GgufKind(
         architecture="GraniteMoeHybridForCausalLM",
         sparse="GraniteMoeHybridForCausalLM",
         keys=_GRANITE,
@@ -249,10 +249,10 @@ KINDS = {
         is_interleaved=True,
         has_states=True,
     ),
-    "nemotron_h": Kind(
+    "nemotron_h": GgufKind(
         architecture="NemotronHForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True
     ),
-    "nemotron_h_moe": Kind(
+    "nemotron_h_moe": GgufKind(
         architecture="NemotronHForCausalLM",
         sparse="NemotronHForCausalLM",
         gating=2,
@@ -261,6 +261,6 @@ KINDS = {
         eps=_NEMOTRON_EPS,
         has_states=True,
     ),
-    "mamba2": Kind(architecture="Mamba2ForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True),
+    "mamba2": GgufKind(architecture="Mamba2ForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True),
 }
 """By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""

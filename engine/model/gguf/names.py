@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.engine.model.gguf import experts
-from penstock.engine.model.gguf.kinds import Kind
+from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.quant.stacks import stack_of
 
 _OUTSIDE = {
@@ -53,7 +53,7 @@ _MODULE = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
 class Names:
     """The names of one kind of models."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: GgufKind) -> None:
         self._of_a_layer = {**_OF_A_LAYER, **kind.names}
         self._tensors = _TENSORS | {ggml: name for ggml, name in kind.names.items() if ggml in _BARE}
         self._ggml_tensors = {name: ggml for ggml, name in self._tensors.items()}

@@ -10,14 +10,14 @@ from penstock.engine.quant.codebook import NF4, Codebook
 from penstock.engine.quant.float8 import Float8, Scaling
 from penstock.engine.quant.formats import NamedTensors, Rounding
 from penstock.engine.quant.integers import Integers
-from penstock.engine.quant.kept import Kept
+from penstock.engine.quant.kept import KeptTensors
 
 ROWS, COLUMNS = 5, 96
 
 
 def assert_comes_back(format: Rounding, tensors: NamedTensors) -> NamedTensors:
     """Returns what is stored."""
-    kept = Kept(format)
+    kept = KeptTensors(format)
     stored = kept.store(tensors)
     announced = {
         tensor.suffix: (tensor.shape, DTYPES[tensor.dtypes[0]]) for tensor in kept.tensors(ROWS, COLUMNS)
