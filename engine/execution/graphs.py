@@ -8,21 +8,24 @@ graph for. A step that no graph covers is launched kernel by kernel.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
 import torch
 
-from penstock.engine.execution.memory import read_card
+from penstock.engine.execution.memory import CAPTURED_TOKENS, read_card
 from penstock.engine.execution.seats import StepShape
 from penstock.engine.execution.share import agreed
 from penstock.engine.kernels.ranks import Ranks
 
 log = logging.getLogger("penstock.engine")
 
-MAX_GRAPH_TOKENS = 1024
-"""Tokens of the largest mixed step that is captured: launching a larger one takes less time than running it."""
+_HOST_BOUND = 0.8
+"""A step of more than CAPTURED_TOKENS tokens has a graph if launching it takes this part of its time, or more."""
+_MOST_PADDING = 1.25
+"""The tokens that such a step is padded to, relative to its own: there the device's time grows with them."""
 _STEP = 8
 _SMALLEST_MIXED = 16
 
@@ -42,6 +45,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Waits until everything asked so far is done."""
+
+    def waits_for_host(self, work: Callable[[], None]) -> bool:
+        """Does the work, and returns whether launching it took most of the time."""
 
     def num_bytes_in_use(self) -> int:
         """Returns the bytes of the device's memory that are in use, by any process."""
@@ -69,6 +75,13 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def waits_for_host(self, work: Callable[[], None]) -> bool:
+        started_s = time.perf_counter()
+        work()
+        launched_s = time.perf_counter() - started_s
+        self.synchronize()
+        return launched_s >= _HOST_BOUND * (time.perf_counter() - started_s)
+
     def num_bytes_in_use(self) -> int:
         torch.cuda.empty_cache()  # the memory that eager steps used and graphs do not
         return read_card(self._device).used
@@ -91,8 +104,11 @@ class Ladder:
         self._work = work
 
     def covering(self, shape: StepShape) -> StepShape | None:
-        """The smallest shape with a graph that such a step can be padded to; None if there is none."""
-        return next((captured for captured in self._captured if captured.covers(shape)), None)
+        """The smallest shape with a graph that such a step can be padded to; None if there is none, or no near one."""
+        found = next((captured for captured in self._captured if captured.covers(shape)), None)
+        if found is None or not _is_large(found):
+            return found
+        return found if found.num_tokens <= _MOST_PADDING * shape.num_tokens else None
 
     def run(self, shape: StepShape) -> None:
         """Does the work, by the graph of just this shape if there is one."""
@@ -105,7 +121,8 @@ class Ladder:
     def capture(self, device: Device, shape: StepShape, ranks: Ranks | None = None) -> bool:
         """Captures the work for a shape if every rank can; else all of them run such steps without.
 
-        The work runs twice, the first time for compilation and allocation on first use.
+        The work runs twice, the first time for compilation and allocation on first use. Large steps are captured only
+        where the device would wait for their launches.
 
         Returns:
             False if a rank has no memory for the graph: larger ones will find none, either.
@@ -118,6 +135,10 @@ class Ladder:
         try:
             self._work(shape)
             device.synchronize()
+            if _is_large(shape):
+                waits = device.waits_for_host(lambda: self._work(shape))
+                if not agreed(int(waits), ranks):
+                    return True
             has_run = True
             graph = device.record(lambda: self._work(shape))
         except Exception as error:  # without the graph, for any reason, the step still runs
@@ -133,6 +154,11 @@ class Ladder:
             self.graphs[shape] = graph
             self._captured = [known for known in self.shapes if known in self.graphs]
         return of_all != _Outcome.NO_MEMORY
+
+
+def _is_large(shape: StepShape) -> bool:
+    """Whether the device may be busy with a step of prompts for longer than the host takes to launch it."""
+    return shape.num_tokens > CAPTURED_TOKENS and not shape.verifies
 
 
 class _Outcome(IntEnum):
@@ -185,11 +211,18 @@ def decode_shapes(most: int) -> list[StepShape]:
     return [_decode(size, most) for size in sizes]
 
 
-def mixed_shapes(max_tokens: int, max_sequences: int) -> list[StepShape]:
-    """Steps with prompts in them: 16, 24, 32, 48, 64, ... tokens of as many sequences as there may be."""
-    most = min(max_tokens, MAX_GRAPH_TOKENS)
+def mixed_shapes(most: int, max_sequences: int) -> list[StepShape]:
+    """Steps with prompts in them, of up to `most` tokens of as many sequences as there may be.
+
+    Their sizes are 16, 24, 32, 48, 64, ... tokens, and beyond CAPTURED_TOKENS the eighths between powers of two.
+    """
     powers = [1 << i for i in range(_SMALLEST_MIXED.bit_length() - 1, most.bit_length())]
-    sizes = {size for power in powers for size in (power, power * 3 // 2) if size < most} | {most}
+    sizes = {most} | {
+        size
+        for power in powers
+        for size in range(power, 2 * power, power // (2 if power < CAPTURED_TOKENS else 8))
+        if size < most
+    }
     return [_mixed(size, min(size, max_sequences), size, max_sequences) for size in sizes]
 
 

@@ -34,6 +34,7 @@ from penstock.engine.execution.graphs import (
 )
 from penstock.engine.execution.landing import Chosen, Landing, Wanted
 from penstock.engine.execution.loaded import LoadedModel
+from penstock.engine.execution.memory import graph_tokens
 from penstock.engine.execution.plain_steps import PlainSteps
 from penstock.engine.execution.prompt_rows import PromptFindings, PromptRows
 from penstock.engine.execution.seats import Placed, Seats, StepShape
@@ -262,7 +263,7 @@ class Steps:
         most = min(options.max_num_seqs, options.max_batch_tokens)
         shapes = decode_shapes(most)
         if not self.model.is_chain:
-            shapes += mixed_shapes(options.max_batch_tokens, most)
+            shapes += mixed_shapes(graph_tokens(self.model.config, options), most)
             shapes += verifying_shapes(options.max_rows, most, options.max_query_len)
         return Ladder(partial(self._captured_pass, buffers), shapes), {
             filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(shapes))

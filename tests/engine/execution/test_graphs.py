@@ -42,6 +42,8 @@ class FakeDevice:
         self.broken: set[StepShape] = set()
         self.room = 1 << 30
         """Tokens of the largest shape that there is memory for."""
+        self.slow_host = 1 << 30
+        """Tokens of the largest shape that takes longer to launch than to run."""
         self._pool = 0
 
     def record(self, work: Callable[[], None]) -> Graph:
@@ -62,6 +64,10 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         assert not self.is_recording
+
+    def waits_for_host(self, work: Callable[[], None]) -> bool:
+        work()
+        return self.log[-1][1].num_tokens <= self.slow_host
 
     def num_bytes_in_use(self) -> int:
         """As on a GPU, it first gives back what nobody uses."""
@@ -98,12 +104,46 @@ def test_decode_sizes_are_one_two_four_and_then_every_eighth() -> None:
 
 
 def test_mixed_sizes_grow_by_a_third_or_a_half_and_hold_all_sequences() -> None:
-    shapes = sorted(mixed_shapes(8192, 256), key=lambda shape: shape.num_tokens)
+    shapes = sorted(mixed_shapes(1024, 256), key=lambda shape: shape.num_tokens)
     assert [s.num_tokens for s in shapes] == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     assert [s.num_sequences for s in shapes] == [min(s.num_tokens, 256) for s in shapes]
     assert all(s.max_query_len == s.num_tokens for s in shapes)
     assert [s.num_tokens for s in mixed_shapes(20, 6)] == [16, 20]
     assert [s.num_tokens for s in mixed_shapes(5, 6)] == [5]
+
+
+def test_large_mixed_sizes_grow_by_an_eighth_at_most() -> None:
+    shapes = sorted(shape.num_tokens for shape in mixed_shapes(3000, 256))
+    large = [*range(1024, 2048, 128), *range(2048, 3000, 256), 3000]
+    assert shapes == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, *large]
+
+
+def test_large_steps_have_graphs_where_launching_them_takes_longer_than_running_them() -> None:
+    device = FakeDevice()
+    device.slow_host = 1500
+    ladder = Ladder(device.work, [*mixed_shapes(4096, 64), *verifying_shapes(2048, 256, 9)])
+    captured(device, ladder)
+    mixed = sorted(shape.num_tokens for shape in ladder.graphs if not shape.verifies)
+    assert mixed[-5:] == [768, 1024, 1152, 1280, 1408]
+    assert {shape.num_tokens for shape in ladder.graphs if shape.verifies} == {
+        shape.num_tokens for shape in ladder.shapes if shape.verifies
+    }
+
+
+def test_no_large_step_is_padded_far() -> None:
+    device = FakeDevice()
+    ladder = Ladder(device.work, mixed_shapes(4096, 64))
+    device.broken = {shape for shape in ladder.shapes if 1024 <= shape.num_tokens < 2048}
+    captured(device, ladder)
+    found = {n: ladder.covering(asked(n, 8, n)) for n in (760, 800, 1024, 1639, 2048, 2100)}
+    assert {n: shape and shape.num_tokens for n, shape in found.items()} == {
+        760: 768,
+        800: None,
+        1024: None,
+        1639: 2048,
+        2048: 2048,
+        2100: 2304,
+    }
 
 
 @given(st.integers(1, 300), st.integers(0, 200), st.integers(1, 9))
@@ -181,7 +221,7 @@ def test_memory_is_looked_at_for_the_whole_and_not_for_each(monkeypatch: pytest.
         return looks[-1]
 
     monkeypatch.setattr(device, "num_bytes_in_use", note)
-    ladders = [Ladder(device.work, shapes) for shapes in (decode_shapes(256), mixed_shapes(8192, 256))]
+    ladders = [Ladder(device.work, shapes) for shapes in (decode_shapes(256), mixed_shapes(1024, 256))]
     (num_graphs, num_bytes), _ = captured(device, *ladders)
     assert (num_graphs, num_bytes) == (len(decode_shapes(256)) + 13, 1024)
     assert len(looks) == 2

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.engine.config import LoadOptions
+from penstock.engine.execution import graphs as module
 from penstock.engine.execution import loader
 from penstock.engine.execution.buffers import StepBuffers
 from penstock.engine.execution.graphs import Graph
@@ -63,6 +64,10 @@ class RepeatingDevice:
 
     def synchronize(self) -> None:
         pass
+
+    def waits_for_host(self, work: Callable[[], None]) -> bool:
+        work()
+        return True
 
     def num_bytes_in_use(self) -> int:
         return 0
@@ -203,6 +208,24 @@ def test_graphs_and_a_step_ahead_change_no_answer(
         least = 3 if budget == 32 else 1
         assert len({number for number in device.replays if number <= num_passes}) > least
         assert len({number for number in device.replays if number > num_passes}) > least
+
+
+def test_large_steps_go_by_graphs_as_small_ones_do(
+    model: LoadedModel, expected: StepDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of more than 16 tokens count as large here: their shapes grow by eighths."""
+    monkeypatch.setattr(module, "CAPTURED_TOKENS", 16)
+    device = RepeatingDevice()
+    runner = device_runner(model, device)
+    large = [
+        number
+        for number, shape in enumerate(reversed(runner.steps.passes.shapes), 1)
+        if shape.num_tokens > 16
+    ]
+    assert len(large) == 8
+    driver = StepDriver(runner).run(*REQUESTS)
+    assert driver.tokens() == expected.tokens()
+    assert not set(large).isdisjoint(device.replays)
 
 
 class LimitedStepDriver(StepDriver):
