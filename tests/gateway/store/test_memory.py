@@ -145,3 +145,20 @@ def test_what_is_put_and_used_again_and_again_leaves_nothing_behind() -> None:
         records.touch(record(f"{i % 3}"), 60 + i)
         assert len(records._expiries) <= 2 * 3 + 100
         records.pop(record(f"{i % 7}"))
+
+
+def test_a_refreshed_value_expires_when_the_one_before_would_have() -> None:
+    clock = Clock()
+    clock.now = 100.0
+    records, key = LocalRecords(clock, 10_000), record("a")
+    records.put(key, b"one", 60)
+    clock.now += 40
+    records.refresh(key, b"two")
+    clock.now += 19
+    entry = records.get(key)
+    assert entry is not None
+    assert entry.value == b"two"
+    clock.now += 2
+    assert records.get(key) is None
+    records.refresh(key, b"three")
+    assert records.get(key) is None
