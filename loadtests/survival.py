@@ -145,8 +145,10 @@ class Interrupted:
         self.is_over = False
 
     def count(self) -> None:
+        if self.is_over:
+            return
         known = [follower for follower in self._followers if follower.id]
-        if not self.is_over and len(known) >= self._num_known:
+        if len(known) >= self._num_known:
             self._left -= 1
             if self._left < 0 and self._may_kill(known):
                 self.is_over = True

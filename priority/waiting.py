@@ -112,10 +112,10 @@ class Ticket:
         """The number of answers with streams of their own; branches have no output."""
         sampling = request.sampling
         self.num_growth = 0
+        """Tokens of KV that its answers are expected to take."""
         if sampling.max_tokens and not request.branches:
             left = account.left(0, sampling.max_tokens, sampling.num_thinking)
             self.num_growth = int(self.num_places * left)
-        """Tokens of KV that its answers are expected to take."""
         self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
         self.stage = Stage.WAITING

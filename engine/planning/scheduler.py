@@ -17,7 +17,6 @@ from collections import deque
 from itertools import groupby
 
 from penstock.engine.planning.beams import Beams, BeamSequence
-from penstock.engine.planning.chunks import withdraw
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request, Sequence
@@ -206,18 +205,12 @@ class Scheduler:
         while (copies := self.memory.grow(sequence, num_tokens)) is None:
             if self.memory.will_have_room(sequence, num_tokens):
                 return None
-            self._preempt_planned(plan, self.queue.victim(self.sequences.running, sequence) or sequence)
+            self._tokens_left += self.sequences.preempt_planned(
+                plan, self.queue.victim(self.sequences.running, sequence) or sequence
+            )
             if not sequence.block_table:
                 return None
         return copies
-
-    def _preempt_planned(self, plan: Plan, victim: Sequence) -> None:
-        """Preempts a sequence that may already be in the step being planned, whose budget gets its tokens back."""
-        if not victim.block_table:  # it gave way with another beam of its search
-            return
-        for sequence in victim.together:
-            self._tokens_left += withdraw(plan, sequence)
-        self.sequences.preempt(victim)
 
     # Admitting waiting sequences and queued requests
 
@@ -297,7 +290,7 @@ class Scheduler:
             victims.append(victim)
             seats, blocks = seats - 1, blocks - self.memory.num_held_alone(victim)
         for chosen in victims:
-            self._preempt_planned(plan, chosen)
+            self._tokens_left += self.sequences.preempt_planned(plan, chosen)
         self._queue_goes_first = self.memory.num_in_flight > 0
         return bool(victims)
 

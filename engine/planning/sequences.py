@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.engine.planning.beams import Beams, BeamSequence
+from penstock.engine.planning.chunks import withdraw
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
@@ -102,6 +103,14 @@ class Sequences:
         sequence.timings.preempted_s.append(self.planned_s)
         self.counters.num_preemptions += 1
         self.enqueue(sequence)
+
+    def preempt_planned(self, plan: Plan, victim: Sequence) -> int:
+        """Preempts a sequence that may already be in a step that is planned, and returns its tokens there."""
+        if not victim.block_table:  # it gave way with another beam of its search
+            return 0
+        num_tokens = sum(withdraw(plan, sequence) for sequence in victim.together)
+        self.preempt(victim)
+        return num_tokens
 
     def preempt_torn(self, plan: Plan) -> None:
         """Preempts the sequences for which a step was to copy blocks, and never did; it may have had nothing else of

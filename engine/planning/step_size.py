@@ -52,7 +52,7 @@ class StepSize:
         if self.withdraw_ended(plan):
             return True
         for sequence in self._sequences.memory.take_back(plan):
-            self._preempt(plan, sequence)
+            self._sequences.preempt_planned(plan, sequence)
         drop_drafts(plan)
         num_over = plan.num_tokens - num_left
         order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, urgency(chunk.sequence)))
@@ -115,12 +115,6 @@ class StepSize:
     def _limit(self, num_tokens: int) -> None:
         """Limits the steps to come to a size that may fit."""
         self.num_tokens, self._num_fitted = num_tokens, 0
-
-    def _preempt(self, plan: Plan, sequence: Sequence) -> None:
-        if sequence.block_table:  # else it gave way with another beam of its search
-            for member in sequence.together:
-                withdraw(plan, member)
-            self._sequences.preempt(sequence)
 
     def _leave_out(self, plan: Plan, chunk: Chunk) -> None:
         """Leaves a whole chunk to a later step.
