@@ -15,7 +15,7 @@ from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.cpu import native
 from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts
 from penstock.engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
-from penstock.engine.kernels.linear import Linear, LinearPacker
+from penstock.engine.kernels.linear import DenseLinear, Linear, LinearPacker
 from penstock.engine.kernels.ops import Kernels, Say, reference_kernels
 from penstock.engine.kernels.packed import PACKED, UnpackedLinear, pack
 from penstock.engine.kernels.recurrent import StateVectors
@@ -207,15 +207,20 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
     The first map of each kind is tried with some rows of every number that has tiles of its own.
     """
     from penstock.engine.kernels.triton import packed_linear
-    from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card
+    from penstock.engine.kernels.triton.few_rows import FewRowsLinear
+    from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, few_key
 
-    dense = reference_kernels(device, dtype, dtype).linear
-    choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
+    plain, card = reference_kernels(device, dtype, dtype).linear, Card.of(device)
+    few = card.boundary(few_key(dtype), 0)
+    choose = packed_linear.PackedLinears(card, packed_linear.multiplies_float8(device, dtype))
     kinds = _Kinds(say)
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
         if not isinstance(format, PACKED):
-            return dense(tensors, format, bias, gated=gated)
+            dense = plain(tensors, format, bias, gated=gated)
+            if few > 1 and isinstance(dense, DenseLinear):
+                return FewRowsLinear(dense.weight, dense.bias, few)
+            return dense
         moved = None if bias is None else bias.to(device, dtype)
         chosen = choose(pack(tensors, format, device), moved)
 

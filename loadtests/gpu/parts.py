@@ -37,6 +37,7 @@ PARTS = (
     Part("llama-8b", "serving", 190, ("llama-8b",)),
     Part("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",)),
     Part("quantized", "quantized", 150),
+    Part("boundaries", "boundaries", 60),
     Part("experts", "experts", 100),
     Part("states", "states", 100),
     Part("drafts", "drafts", 170),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loadtests.gpu.figures import emit, say
-from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
+from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import Ceilings, measure_each, seconds
 from penstock.engine.config import ModelConfig
 from penstock.engine.fields import Fields
@@ -104,12 +105,12 @@ class Bench:
         times_s = dict.fromkeys(self.sizes.quantized_rows, 0.0)
         num_bytes = num_weights = 0
         for out_features, in_features in map_sizes(self.config):
-            maps, size = self._copies(layout, out_features, in_features)
+            maps, size = self.copies(layout, out_features, in_features)
             num_bytes += size
             num_weights += out_features * in_features
             for rows in times_s:
                 x = torch.randn(rows, in_features, device=self.device).to(self.dtype)
-                times_s[rows] += self._seconds(maps, x)
+                times_s[rows] += self.seconds(maps, x)
             del maps
         for rows, time_s in times_s.items():
             flop_per_s = 2 * rows * num_weights / time_s
@@ -122,7 +123,7 @@ class Bench:
                 f"a large product {self.ceilings.flop_per_s / 1e12:,.0f} TFLOP/s",
             )
 
-    def _copies(self, layout: Layout, out_features: int, in_features: int) -> tuple[list[Linear], int]:
+    def copies(self, layout: Layout, out_features: int, in_features: int) -> tuple[list[Linear], int]:
         """As many maps as must be used in turn, so that no weight is left in a cache, and the bytes of a weight."""
         first, size = self._map(layout, out_features, in_features)
         others = range(min(64, self.sizes.walked_bytes // size) - 1)
@@ -135,7 +136,9 @@ class Bench:
         weight = random_weight(layout, layout.code, out_features, in_features, self.device)
         return self.make_linear(weight), weight.num_bytes
 
-    def _seconds(self, maps: list[Linear], x: Tensor) -> float:
+    def seconds(self, maps: ListLike[Linear], x: Tensor) -> float:
+        """Seconds of one map, when every call has the next of them."""
+
         def runs() -> None:
             for linear in maps:
                 linear(x)
@@ -143,9 +146,8 @@ class Bench:
         return seconds(self.device, runs) / len(maps)
 
 
-@torch.inference_mode()
-def main() -> int:
-    arguments = parse_arguments()
+def start_bench(part: str, arguments: Arguments) -> Bench:
+    """Measures the device's ceilings, and returns the bench of a part."""
     if arguments.is_dry:
         torch.set_num_threads(1)
     device, sizes = arguments.device, KERNELS[arguments.mode]
@@ -154,9 +156,14 @@ def main() -> int:
         shape = replace(shape, hidden=128, intermediate=256, head_dim=32)  # whole groups
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
     config = parse_config(Fields("config.json", shape.config))
-    say("quantized: ceilings")
+    say(f"{part}: ceilings")
     ceilings = Ceilings.measured(sizes.matmul, sizes.copied_bytes, dtype, device)
-    bench = Bench(config, sizes, dtype, device, make_linear(dtype, device), ceilings)
+    return Bench(config, sizes, dtype, device, make_linear(dtype, device), ceilings)
+
+
+@torch.inference_mode()
+def main() -> int:
+    bench = start_bench("quantized", parse_arguments())
     measures = {layout.name: partial(bench.measure, layout) for layout in LAYOUTS}
     return measure_each("quantized", "linear maps", measures)
 

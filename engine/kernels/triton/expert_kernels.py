@@ -132,6 +132,7 @@ def expert_linear_kernel(
         zero,
         offset,
         own_permutation,
+        None,
         read,
         num_outputs,
         0,

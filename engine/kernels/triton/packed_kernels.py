@@ -43,7 +43,7 @@ def packed_linear_kernel(
 
     SCALES says where scales are multiplied: with the sums of whole "rows", with the sums of "groups", of which one
     holds a step of BLOCK_K inputs, or with the "weights", in any groups; in groups of 32, with all "units" of a step at
-    once.
+    once. In "blocks", x has a scale for each group of its inputs, too: `row_scale` is [rows, groups] then.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -57,6 +57,7 @@ def packed_linear_kernel(
         zero,
         offset,
         None,
+        row_scale + rows * tl.cdiv(in_features, GROUP_SIZE) if SCALES == "blocks" else None,
         read,
         out_features,
         part * steps_per_part,
@@ -73,8 +74,9 @@ def packed_linear_kernel(
     kept = (rows < num_rows) & (outputs < out_features)
     target = out + (part * num_rows + rows).to(tl.int64) * out_features + outputs
     if not IS_PART:
-        row_factor = scale if SCALES == "rows" else None
-        summed = finished(summed, row_factor, row_scale, bias, read, rows, rows < num_rows)
+        output_scale = scale if SCALES == "rows" else None
+        of_row = None if SCALES == "blocks" else row_scale
+        summed = finished(summed, output_scale, of_row, bias, read, rows, rows < num_rows)
     tl.store(target, summed.to(out.dtype.element_ty), mask=kept)
 
 
@@ -87,6 +89,7 @@ def add_products(
     zero: tl.tensor,
     offset: tl.tensor,
     permutation: tl.tensor,
+    row_scales: tl.tensor,
     read: tl.tensor,
     num_outputs: tl.tensor,
     first_step: tl.tensor,
@@ -105,10 +108,12 @@ def add_products(
     Args:
         rows: [1, BLOCK_M] pointers to the first inputs.
         permutation: see `PackedWeight`; None if the inputs have the order of x.
+        row_scales: [1, BLOCK_M] pointers to the scales of the rows' first groups; None unless SCALES is "blocks".
         read: [BLOCK_N, 1] outputs of the weight, of which there are num_outputs.
         SCALES: see `packed_linear_kernel`; "none" if the weights have the type of x.
     """
     NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" or CODE == "float4" else 1
+    IN_GROUPS: tl.constexpr = SCALES == "groups" or SCALES == "blocks"
     DEPTH: tl.constexpr = BLOCK_K // NIBBLES
     dtype: tl.constexpr = rows.dtype.element_ty
     sum_dtype: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
@@ -120,7 +125,7 @@ def add_products(
     for step in range(first_step, end_step):
         packed = tl.load(row_codes + step * DEPTH)
         first = step * BLOCK_K
-        if SCALES == "groups":
+        if IN_GROUPS:
             of_group = first // GROUP_SIZE * num_outputs + read
             products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             factor = tl.load(scale + of_group).to(tl.float32)
@@ -131,13 +136,13 @@ def add_products(
             start = first + nibble * 16
             inside = is_row & (inputs[:, None] < in_features - start)
             if permutation is None:
-                columns = tl.load(row_x + start, mask=inside, other=0)
+                columns = tl.load(row_x + start, mask=inside, other=0.0)
             else:
                 is_input = inputs < in_features - start
                 read_inputs = tl.load(permutation + start + inputs, mask=is_input, other=0)
                 columns = tl.load(rows + read_inputs[:, None], mask=inside, other=0)
             numbers = _numbers(packed, nibble, CODE, dtype)
-            if SCALES == "groups":
+            if IN_GROUPS:
                 if zero is not None:
                     numbers -= tl.load(zero + of_group).to(dtype)
                 products = tl.dot(numbers, columns, products, input_precision="ieee")
@@ -150,7 +155,9 @@ def add_products(
                 summed = tl.dot(weights.to(dtype), columns, summed, input_precision="ieee")
             else:
                 summed = tl.dot(numbers, columns, summed, input_precision="ieee", out_dtype=sum_dtype)
-        if SCALES == "groups":
+        if IN_GROUPS:
+            if row_scales is not None:
+                factor *= tl.load(row_scales + first // GROUP_SIZE, mask=is_row, other=0.0)
             summed = tl.fma(products, tl.broadcast_to(factor, [BLOCK_N, BLOCK_M]), summed)
     return summed
 
@@ -231,6 +238,8 @@ def _numbers(packed: tl.tensor, nibble: tl.constexpr, CODE: tl.constexpr, dtype:
     """The numbers that codes stand for, which `dtype` holds without rounding."""
     if CODE == "float":
         numbers = packed.to(dtype)
+    elif CODE == "float8" and dtype == tl.float8e4nv:
+        numbers = packed.to(dtype, bitcast=True)
     elif CODE == "float8":
         numbers = of_e4m3(packed, dtype)
     elif CODE == "float4":

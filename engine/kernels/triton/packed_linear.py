@@ -17,16 +17,28 @@ from penstock.engine.kernels.triton.packed_kernels import (
     unpack_kernel,
 )
 from penstock.engine.kernels.triton.row_kernels import quantize_rows_kernel, rotate_rows_kernel
-from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, ProductTiling, num_parts, step_inputs
+from penstock.engine.kernels.triton.tiles import (
+    NEVER,
+    ROUND_KEY,
+    ROW_CLASSES,
+    Card,
+    ProductTiling,
+    num_parts,
+    step_inputs,
+    unpack_key,
+)
 from penstock.engine.quant.float8 import FLOAT8, LARGEST
 
 MIN_UNPACKED_ROWS = ROW_CLASSES[-1] + 1
-"""From so many rows on, it is quicker to unpack the weights and to multiply in 16 bits than to unpack them by tiles."""
+"""From so many rows on, it is quicker to unpack the weights and to multiply in 16 bits than to unpack them by tiles;
+cards on which that was measured have boundaries of their own."""
 SCRATCH_BYTES = 64 << 20
 """Of unpacked weights at a time: about what a large card's second-level cache holds."""
 MIN_SCALED_ROWS = 65
 """From so many rows on, x is rounded to 8 bits where the card multiplies e4m3: fewer wait for the weights only."""
 UNPACK_BLOCK, ADD_BLOCK, ROUND_BLOCK = 2048, 512, 4096
+ONE_WARP = 128
+"""Numbers of a row that one warp rounds."""
 ONE_GROUP = 1 << 30
 """Stands for the size of a group that has all inputs, however many."""
 
@@ -34,7 +46,7 @@ ONE_GROUP = 1 << 30
 class TritonLinear:
     """x [..., in] -> x @ weight.T + bias [..., out], in the type of x.
 
-    Up to MIN_UNPACKED_ROWS, numbers and x are multiplied exactly and added in float32, and the sums of groups or rows
+    Up to a number of rows, numbers and x are multiplied exactly and added in float32, and the sums of groups or rows
     are multiplied by their scales; weights that have offsets, or groups that UNIT does not divide, are unpacked and
     rounded to the type of x first. From there on all weights are unpacked, in slices, and torch multiplies.
     """
@@ -43,6 +55,7 @@ class TritonLinear:
         self.weight = weight
         self._bias = bias
         self._card = card
+        self._min_unpacked = card.boundary(unpack_key(weight.code), MIN_UNPACKED_ROWS)
 
     @property
     def kind(self) -> Hashable:
@@ -57,11 +70,14 @@ class TritonLinear:
 
     def _product(self, rows: Tensor) -> Tensor:
         """The outputs for rows [M, in], which have the order of the weight's inputs."""
-        if len(rows) >= MIN_UNPACKED_ROWS:
-            return self._unpacked(rows)
+        return self.unpacked(rows) if len(rows) >= self._min_unpacked else self.tiled(rows)
+
+    def tiled(self, rows: Tensor) -> Tensor:
+        """The outputs for these rows, by tiles of packed weights."""
         return multiply(rows, self.weight, None, self._bias, rows.dtype, self._card)
 
-    def _unpacked(self, rows: Tensor) -> Tensor:
+    def unpacked(self, rows: Tensor) -> Tensor:
+        """The outputs for these rows, with unpacked weights."""
         weight, bias = self.weight, self._bias
         num_outputs = weight.out_features
         at_a_time = max(1, SCRATCH_BYTES // (weight.in_features * rows.itemsize))
@@ -113,25 +129,58 @@ class ScaledLinear(TritonLinear):
         return product if self._bias is None else product.add_(self._bias)
 
 
+class BlockLinear(TritonLinear):
+    """A TritonLinear of e4m3 in blocks, whose products of many rows are of x that is rounded to e4m3 block by block.
+
+    So DeepSeek's models were trained (DeepSeek-V3 technical report, section 3.3). Sums of a block are float32's before
+    they are scaled. The weight has `blocks`.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, card: Card) -> None:
+        super().__init__(weight, bias, card)
+        self._min_rounded = card.boundary(ROUND_KEY, NEVER)
+
+    @property
+    def kind(self) -> Hashable:
+        return super().kind, self._min_rounded < NEVER
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return self.rounded(rows) if len(rows) >= self._min_rounded else super()._product(rows)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """The outputs for these rows, rounded to e4m3."""
+        numbers, scales = quantize_rows(rows.view(-1, self.weight.group_size), FLOAT8)
+        return multiply(numbers.view_as(rows), self.weight, scales, self._bias, rows.dtype, self._card)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLinears:
     """Chooses the linear map for a packed weight on one card."""
 
     card: Card
     scales_float8: bool
-    """torch multiplies e4m3 here: see `multiplies_float8`."""
+    """The card multiplies e4m3: see `multiplies_float8`."""
 
     def __call__(self, weight: PackedWeight, bias: Tensor | None) -> TritonLinear:
         if weight.is_per_row and weight.code is Code.INT8 and weight.rounds_inputs:
             return RoundedLinear(weight, bias, self.card)
         if weight.is_per_row and weight.code is Code.FLOAT8 and self.scales_float8 and can_scale(weight):
             return ScaledLinear(weight, bias, self.card)
+        if self.scales_float8 and has_blocks(weight):
+            return BlockLinear(weight, bias, self.card)
         return TritonLinear(weight, bias, self.card)
 
 
 def can_scale(weight: PackedWeight) -> bool:
     """Returns whether cuBLAS takes the shape: it wants multiples of 16."""
     return weight.padded_features == weight.in_features and weight.out_features % 16 == 0
+
+
+def has_blocks(weight: PackedWeight) -> bool:
+    """Returns whether whole groups of a weight of e4m3 can be multiplied with rounded x."""
+    size = weight.group_size
+    is_whole = weight.in_features % size == 0 and size % UNIT == 0 and size & (size - 1) == 0
+    return weight.code is Code.FLOAT8 and not weight.is_per_row and weight.permutation is None and is_whole
 
 
 def multiplies_float8(device: torch.device, dtype: torch.dtype) -> bool:
@@ -170,15 +219,18 @@ def multiply(
     """x [M, in] @ weight.T * row_scale [M, 1] + bias [out], by tiles of packed weights; sums of int8 are exact.
 
     Result and workspace are all that is allocated.
+
+    Args:
+        row_scale: [M] float32, or [M * groups] for x in e4m3; None for x that is not rounded.
     """
     num_rows, num_outputs = len(x), weight.out_features
     out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     if not num_rows:
         return out
-    scales = scales_of(weight)
+    scales = "blocks" if x.dtype == FLOAT8 else scales_of(weight)
     most_rows = next((most for most in ROW_CLASSES if num_rows <= most), ROW_CLASSES[-1])
     tiling = in_stages(card.tiling(weight.code, x.dtype, most_rows), weight)
-    step = step_inputs(weight, tiling, in_groups=scales == "groups")
+    step = step_inputs(weight, tiling, in_groups=scales in ("groups", "blocks"))
     num_steps = weight.padded_features // step
     parts, steps_per_part = num_parts(num_outputs, num_steps, tiling, card.chip)
     sums = out
@@ -215,7 +267,7 @@ def multiply(
             out,
             sums,
             weight.scale if scales == "rows" else None,
-            row_scale,
+            None if scales == "blocks" else row_scale,
             bias,
             num_rows,
             parts,
@@ -287,7 +339,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, rotation: int = 0) -> tuple[Ten
             BLOCK=min(triton.next_power_of_2(x.shape[1]), ROUND_BLOCK),
             LARGEST=127.0 if is_int8 else LARGEST,
             ROTATION=rotation,
-            num_warps=8,
+            num_warps=8 if x.shape[1] >= ONE_WARP * 8 else 1,
             enable_fp_fusion=False,
         )
     return numbers.view(dtype), row_scale

@@ -1,4 +1,4 @@
-"""The sizes of the tiles of products with packed weights, by card: from a file, or by a rule for cards that it lacks.
+"""The sizes of the tiles of linear maps, by card: from a file, or by a rule for cards that it lacks.
 
 A *class* is a range of numbers of rows that share a tiling. Nothing depends on the number within a class, so that a
 row's result never depends on the other rows while their number stays in the class.
@@ -16,12 +16,15 @@ import torch
 
 from penstock.engine.kernels.packed import UNIT, Code, PackedWeight
 from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.quant.float8 import FLOAT8
 
 FILE = Path(__file__).with_suffix(".json")
 """{device name or "sm_<capability>": {class of code: {most rows of a class: fields of ProductTiling}}}; see
-`tiling_key` and `expert_key`"""
+`tiling_key` and `expert_key`. Beside the classes is "boundaries": {name: rows}; see `Card.boundary`."""
 ROW_CLASSES = (16, 64, 255)
-"""The most rows of each class. More are multiplied with unpacked weights, or with integers as the last class is."""
+"""The most rows of each class. More than the last are multiplied with unpacked weights, or as the last class is."""
+NEVER = 1 << 30
+"""The boundary of what no number of rows is served by."""
 MIN_STEPS = 4
 """A part of the inputs has at least so many steps, if there is more than one."""
 
@@ -84,10 +87,21 @@ class Card:
 
     def known(self, key: str, most_rows: int) -> ProductTiling | None:
         """The tiling that the file has for a class of code and of rows."""
-        table = _table()
-        known = table.get(self.name) or table.get(self.capability) or {}
-        fields = known.get(key, {}).get(str(most_rows))
+        fields = self._known().get(key, {}).get(str(most_rows))
         return ProductTiling(**fields) if fields else None
+
+    def boundary(self, name: str, usual: int) -> int:
+        """The number of rows from which on one kernel takes over from another, as measured on this card.
+
+        Args:
+            name: of `unpack_key`, `few_key`, or ROUND_KEY.
+            usual: serves cards on which nobody measured it.
+        """
+        return int(self._known().get("boundaries", {}).get(name, usual))
+
+    def _known(self) -> dict[str, Any]:
+        table = _table()
+        return table.get(self.name) or table.get(self.capability) or {}
 
 
 def tiling_key(code: Code, dtype: torch.dtype) -> str:
@@ -98,6 +112,20 @@ def tiling_key(code: Code, dtype: torch.dtype) -> str:
 def expert_key(code: Code | None, dtype: torch.dtype) -> str:
     """The class of experts' code in the file: "experts, int4 x bfloat16", or "experts, bfloat16"."""
     return f"experts, {str(dtype).removeprefix('torch.') if code is None else tiling_key(code, dtype)}"
+
+
+def unpack_key(code: Code) -> str:
+    """The boundary from which on weights are unpacked before they are multiplied: "unpack int4", say."""
+    return f"unpack {code.value}"
+
+
+def few_key(dtype: torch.dtype) -> str:
+    """The boundary up to which a kernel for few rows serves weights in the type of x: "few bfloat16", say."""
+    return f"few {str(dtype).removeprefix('torch.')}"
+
+
+ROUND_KEY = "round to blocks of float8"
+"""The boundary from which on x is rounded to e4m3 in the blocks of its weight."""
 
 
 def expert_rows(num_pairs: int, num_experts: int) -> int:
@@ -118,7 +146,9 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Produ
         block_m, block_n, block_k, num_warps = 16, 64, 128, 4
     else:
         block_m, block_n, num_warps = min(most_rows + 1, 128) // 64 * 64, 128, 8
-        block_k = 128 if block_m == 64 and (code.bits == 4 or dtype == torch.int8) else 64
+        if dtype == FLOAT8 and chip.tensor_cores is TensorCores.TCGEN05:
+            block_m = 64  # registers hold the sums of a block beside those of all
+        block_k = 128 if block_m == 64 and (code.bits == 4 or dtype in (torch.int8, FLOAT8)) else 64
     few = most_rows == ROW_CLASSES[0]
     tiling = ProductTiling(
         block_m=block_m,
@@ -198,6 +228,6 @@ def num_parts(out_features: int, num_steps: int, tiling: ProductTiling, chip: Ch
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    table: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(FILE.read_text(encoding="utf-8"))
+def _table() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from penstock.engine.kernels.packed import Code, PackedWeight
 from penstock.engine.kernels.triton import packed_kernels
 from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
+from penstock.engine.kernels.triton.few_rows import MOST_ROWS, multiply_few
 from penstock.engine.kernels.triton.packed_linear import (
+    BlockLinear,
     RoundedLinear,
     TritonLinear,
     in_stages,
@@ -129,6 +132,31 @@ def products() -> Iterator[Case]:
     yield from product(120, many, zeros)
 
 
+def in_blocks(architecture: int, rows: int) -> Iterator[Case]:
+    """The products of x that is rounded to e4m3 in the blocks of its weight, and its rounding."""
+    own, on = weight(Code.FLOAT8, 128), card(architecture)
+    linear = BlockLinear(own, None, on)
+    for case in recorded(
+        f"{rows} rows in blocks, for sm_{architecture}",
+        lambda: linear.rounded(empty(rows, own.in_features, dtype=torch.bfloat16)),
+    ):
+        if case.kernel is packed_kernels.packed_linear_kernel:
+            yield expected(case, architecture, on.tiling(own.code, FLOAT8, rows), own.code, FLOAT8)
+        else:
+            yield replace(case, architectures=(architecture,))
+
+
+def few(dtype: torch.dtype) -> Iterator[Case]:
+    """The products of up to eight rows with weights in the type of x."""
+    for rows in (1, 2, 3, MOST_ROWS):
+        x, own = empty(rows, 4096, dtype=dtype), empty(1024, 4096, dtype=dtype)
+        bias = empty(1024, dtype=dtype) if rows == 1 else None
+        name = f"{rows} rows of {dtype}"
+        yield from recorded(
+            name, partial(multiply_few, x, own, bias), ARCHITECTURES if rows == 1 else (80, 90, 100)
+        )
+
+
 def unpacked(own: PackedWeight) -> list[Case]:
     return recorded(name_of(own), lambda: unpack(own, 0, own.out_features, torch.bfloat16))
 
@@ -142,6 +170,9 @@ def on_rows(size: int, dtype: torch.dtype, rotation: int = 0) -> list[Case]:
 
 CASES = [
     *products(),
+    *(case for architecture in (89, 90, 100, 120) for case in in_blocks(architecture, ROW_CLASSES[-1])),
+    *in_blocks(90, ROW_CLASSES[1]),
+    *few(torch.bfloat16),
     *on_rows(14_336, torch.int8),
     *on_rows(14_336, torch.int8, 128),
     *on_rows(53_248, FLOAT8),

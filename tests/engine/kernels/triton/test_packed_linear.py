@@ -19,6 +19,7 @@ from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
+    BlockLinear,
     PackedLinears,
     RoundedLinear,
     ScaledLinear,
@@ -33,7 +34,7 @@ from penstock.engine.quant.integers import Inputs, Integers
 from penstock.engine.quant.rotation import block_size, rotated
 from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
-from tests.engine.ranges import UNIT, assert_within, gamma
+from tests.engine.ranges import UNIT, Range, assert_within, exactly, gamma
 from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
@@ -222,7 +223,11 @@ def test_the_kind_of_a_weight_chooses_its_product(card: Card, device: torch.devi
     assert chosen(Kind(code=Code.INT8, zero=True)) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8)) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8), float8=True) is ScaledLinear
-    assert chosen(Kind(code=Code.FLOAT8, group_size=32), float8=True) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=32)) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=32), float8=True) is BlockLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=32), in_features=80, float8=True) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=32, permuted=True), float8=True) is TritonLinear
+    assert chosen(Kind(code=Code.FLOAT8, group_size=48), in_features=96, float8=True) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8), out_features=17, float8=True) is TritonLinear
     assert chosen(Kind(code=Code.FLOAT8), in_features=65, float8=True) is TritonLinear
 
@@ -251,6 +256,52 @@ def test_many_rows_of_e4m3_are_multiplied_by_torch(
     off = linear(x).double() - (x.double() @ example.exact.T + bias.double())
     assert calls == [MIN_SCALED_ROWS]
     assert bool((off.abs() <= error).all())
+
+
+def rounded_to_blocks(x: Tensor, size: int) -> Tensor:
+    """x whose groups of so many inputs are rounded to e4m3, in float64."""
+    groups = torch.unflatten(x.float(), -1, (-1, size))
+    largest = groups.abs().amax(-1, keepdim=True)
+    most = torch.full_like(largest, LARGEST)
+    numbers = (groups * (most / largest)).to(FLOAT8)
+    return (numbers.double() * (largest / most).double()).flatten(-2)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 65, 256])
+@pytest.mark.parametrize("sizes", [(33, 384, 128), (10, 1024, 128), (20, 96, 32)], ids=str)
+def test_x_is_rounded_in_the_blocks_of_its_weight(
+    sizes: tuple[int, int, int], rows: int, card: Card, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the boundary of the card on: exact products of the rounded numbers, in one part of the inputs or several."""
+    out_features, in_features, group_size = sizes
+    example = Kind(code=Code.FLOAT8, group_size=group_size).random(out_features, in_features, device)
+    x = random(rows, in_features, dtype=torch.float16, device=device)
+    bias = random(out_features, dtype=torch.float16, device=device)
+    table = {card.capability: {"boundaries": {tiles.ROUND_KEY: 17}}}
+    monkeypatch.setattr(tiles, "_table", lambda: table)
+    linear = BlockLinear(example.weight, bias, card)
+    if rows < 17:
+        assert_within(linear(x), example.product(x, bias))
+        return
+    wide = rounded_to_blocks(x, group_size)
+    error = gamma(in_features + 3 * in_features // group_size + 4) * (wide.abs() @ example.magnitude.T)
+    product = wide @ example.exact.T
+    expected = Range(product - error, product + error).widened(0) + exactly(bias)
+    assert_within(linear(x), expected.rounded(x.dtype))
+
+
+@pytest.mark.parametrize("boundary", [8, 300])
+def test_a_card_says_from_which_number_of_rows_weights_are_unpacked(
+    boundary: int, card: Card, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = KINDS["int8"].random(10, 128, device).weight
+    table = {card.capability: {"boundaries": {tiles.unpack_key(Code.INT8): boundary}}}
+    monkeypatch.setattr(tiles, "_table", lambda: table)
+    linear = TritonLinear(weight, None, card)
+    x = random(boundary, 128, dtype=torch.float16, device=device)
+    assert torch.equal(linear(x), linear.unpacked(x))
+    assert torch.equal(linear(x[1:]), linear.tiled(x[1:]))
+    assert not torch.equal(linear.unpacked(x), linear.tiled(x)), "nothing could be told from the results"
 
 
 def test_unpacked_linears_are_the_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +369,10 @@ def test_a_file_of_tiles_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -
 def test_the_file_of_tiles_is_one() -> None:
     for of_card in tiles._table().values():
         for key, of_code in of_card.items():
+            if key == "boundaries":
+                keys = {tiles.unpack_key(code) for code in Code} | {tiles.ROUND_KEY}
+                assert of_code.keys() <= keys | {tiles.few_key(torch.bfloat16), tiles.few_key(torch.float16)}
+                continue
             code, _, dtype = key.removeprefix("experts, ").rpartition(" x ")
             own = Code(code) if code else None
             for most_rows, fields in of_code.items():
