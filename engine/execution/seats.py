@@ -36,14 +36,17 @@ class StepShape:
     """Rows of logits that tokens are chosen from: one for each sequence and each draft, or more as padding."""
     verifies: bool = False
     """Some sequence has drafts."""
+    min_query_len: int = 0
+    """See `Batch`; 0 for the shape of a graph."""
 
     @classmethod
     def of(cls, plan: Plan) -> StepShape:
         num = len(plan.chunks)
         if plan.num_tokens == num:
             return cls(num, num, 1, False not in [chunk.samples for chunk in plan.chunks], num)
-        longest, num_drafts = max([chunk.num_tokens for chunk in plan.chunks]), plan.num_drafts
-        return cls(plan.num_tokens, num, longest, False, num + num_drafts, num_drafts > 0)
+        lengths, num_drafts = [chunk.num_tokens for chunk in plan.chunks], plan.num_drafts
+        num_rows = num + num_drafts
+        return cls(plan.num_tokens, num, max(lengths), False, num_rows, num_drafts > 0, min(lengths))
 
     def covers(self, other: StepShape) -> bool:
         return (
@@ -212,7 +215,8 @@ class Seats:
         samples += repeat(-1, shape.num_rows - len(samples))
         sent, copies = self._send(plan, changes, [slots, starts, token_ids, samples])
         slots_sent, starts_sent, tokens_sent, samples_sent = sent
-        tokens = StepTokens(slots_sent, starts_sent, tokens_sent, _most_blocks(plan), shape.max_query_len)
+        lengths = shape.max_query_len, shape.min_query_len
+        tokens = StepTokens(slots_sent, starts_sent, tokens_sent, _most_blocks(plan), *lengths)
         return Placed(seats=seats, tokens=tokens, sample_slots=samples_sent, copies=copies)
 
     def _send(

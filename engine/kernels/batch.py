@@ -38,6 +38,8 @@ class Batch:
     to this slot, too, and the `kept` rows that follow become its pending rows."""
     max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens than this in the step; None if the batch's maker did not count."""
+    min_query_len: int = field(default=0, kw_only=True)
+    """Every sequence of the step has at least so many tokens, and every row is a sequence's; 0 if that is not known."""
 
     def tables(self, num: int) -> Tensor:
         """[num, S, max blocks / num]: the `num` tables of each sequence that lie in `block_tables`, entry by entry."""

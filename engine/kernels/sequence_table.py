@@ -57,6 +57,8 @@ class StepTokens:
     """No sequence of the step has more, in all its tables."""
     max_query_len: int
     """No sequence of the step has more tokens."""
+    min_query_len: int = 0
+    """See `Batch`."""
 
 
 @dataclass(slots=True)
@@ -123,5 +125,6 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
         block_tables=table.block_tables[slots, : step.num_blocks],
         sample_rows=(starts[1:] - 1).clamp(min=0),
         max_query_len=step.max_query_len,
+        min_query_len=step.min_query_len,
     )
     return StepInputs(batch, (context_lens - table.prompt_lens[slots]).int())

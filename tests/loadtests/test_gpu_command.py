@@ -41,8 +41,8 @@ def test_an_unknown_part_is_named() -> None:
     done = run("--only", "kernels,everything")
     assert done.returncode == 2
     assert (
-        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, boundaries, experts, states, "
-        "drafts, llama-8b-int4, llama-8b-fp8, llama-8b-ranks, kernel-tests" in done.stderr
+        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, boundaries, experts, "
+        "states, drafts, llama-8b-int4, llama-8b-fp8, llama-8b-ranks, kernel-tests" in done.stderr
     )
 
 

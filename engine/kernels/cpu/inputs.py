@@ -57,6 +57,7 @@ class NativeGather:
             block_tables=blocks.view(num_sequences, num_blocks),
             sample_rows=sample_rows,
             max_query_len=step.max_query_len,
+            min_query_len=step.min_query_len,
         )
         return StepInputs(batch, numbers)
 

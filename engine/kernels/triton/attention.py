@@ -3,7 +3,7 @@
 A sequence with at most a few queries decodes: all its queries are in one tile, so that its keys and values are read
 once, and its context is cut into segments for several programs, whose results are reduced to one. A sequence with more
 queries prefills: it has as many tiles as its queries fill, each the work of one program. A mixed batch has both kinds,
-in launches of their own.
+in launches of their own; a batch without padding that is known to have no sequence of few queries leaves theirs out.
 
 A batch may be padded, with sequences that have no queries and no context anywhere, and with rows after the last
 sequence's. Such rows become 0.
@@ -113,6 +113,7 @@ class TritonAttention:
         self._decode = workspace.decode_tiling(max_query_len)
         self._max_decode_queries = self._decode.block_m // workspace.group
         self._has_prefill = max_query_len > self._max_decode_queries
+        self._has_decode = batch.min_query_len <= self._max_decode_queries
         self._num_items = workspace.num_items(self._num_sequences)
         self._constants: dict[str, Any] = {
             "GROUP": workspace.group,
@@ -123,8 +124,9 @@ class TritonAttention:
             "enable_fp_fusion": True,
         }
         self._block_size = shape.block_size
-        for window in workspace.segments:
-            self._plan_segments(window)
+        if self._has_decode:
+            for window in workspace.segments:
+                self._plan_segments(window)
 
     def __call__(
         self,
@@ -163,17 +165,18 @@ class TritonAttention:
             "CHUNK": max(0, -window),
             "FIRST": first,
         }
-        decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
-            *arguments,
-            window,
-            workspace.segment_outputs,
-            workspace.segment_scales,
-            segments.item_sequences,
-            segments.first_items,
-            **constants,
-            **self._decode.options,
-        )
-        self._launch_reduction(attended, window)
+        if self._has_decode:
+            decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
+                *arguments,
+                window,
+                workspace.segment_outputs,
+                workspace.segment_scales,
+                segments.item_sequences,
+                segments.first_items,
+                **constants,
+                **self._decode.options,
+            )
+            self._launch_reduction(attended, window)
         if self._has_prefill:
             # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
             tiling = workspace.prefill_tiling(self._num_tokens, is_windowed=window != 0)

@@ -29,6 +29,7 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
         block_tables=empty(num_sequences, step.num_blocks),
         sample_rows=empty(num_sequences),
         max_query_len=step.max_query_len,
+        min_query_len=step.min_query_len,
     )
     numbers = empty(num_sequences)
     entries, num_warps = (FEW, 1) if step.max_query_len <= FEW else (MANY, 4)

@@ -99,10 +99,11 @@ class TableRunner(QueuedRunner):
             assert tuple(batch.block_tables[i, : len(order.table)].tolist()) == order.table
             assert inputs.numbers[i] == order.end - chunk.sequence.num_prompt_tokens
             assert batch.max_query_len is not None
-            assert len(seen) <= batch.max_query_len
+            assert batch.min_query_len <= len(seen) <= batch.max_query_len
             assert batch.sample_rows[i] == starts[i + 1] - 1
             assert (placed.sample_slots[i] >= 0) == chunk.samples
         num = len(plan.chunks)
+        assert not batch.min_query_len or len(batch.positions) == starts[num]
         assert set(batch.positions[starts[num] :].tolist()) <= {-1}
         assert not batch.context_lens[num:].any()
         assert set(placed.sample_slots[num:].tolist()) <= {-1}
@@ -136,7 +137,9 @@ def test_the_table_has_what_every_step_needs(
     def pad(shape: StepShape) -> StepShape:
         num = min(most, -(-shape.num_sequences // grain) * grain)
         num_tokens = num if shape.is_decode else -(-shape.num_tokens // grain) * grain
-        return replace(shape, num_tokens=num_tokens, num_sequences=num, num_rows=most)
+        if (num_tokens, num) == (shape.num_tokens, shape.num_sequences):
+            return shape
+        return replace(shape, num_tokens=num_tokens, num_sequences=num, num_rows=most, min_query_len=0)
 
     runner = TableRunner(workload, lambda: pace.random() < 0.5, pad)
     run = Run(workload, runner=runner, sink=StoppingSink())

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.reference import PagedAttention, write_kv
+from penstock.engine.kernels.triton import attention
 from penstock.engine.kernels.triton import attention_segments as segmenting
 from penstock.engine.kernels.triton import attention_tiling as tilings
 from penstock.engine.kernels.triton.attention import TritonAttention, Workspace
@@ -72,6 +73,20 @@ DECODE: Lengths = [(70, 1), (3, 1), (31, 1)]
 @pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_heads_share_keys_and_values_in_groups(group: int, lengths: Lengths, device: torch.device) -> None:
     AttentionInput(lengths=lengths, group=group, device=device).check()
+
+
+@pytest.mark.parametrize("lengths", [[(0, 17), (9, 21), (40, 18)], [(0, 17)]], ids=str)
+def test_prompts_alone_need_no_kernel_of_decodes(
+    lengths: Lengths, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = AttentionInput(lengths=lengths, device=device)
+    with_decodes = case.attend()
+    monkeypatch.setattr(attention, "decode_attention_kernel", None)
+    case.batch.min_query_len = min(num for _, num in lengths)
+    assert torch.equal(case.attend(), with_decodes)
+    case.batch.min_query_len = 1
+    with pytest.raises(TypeError):
+        case.attend()
 
 
 def test_more_heads_in_a_group_than_a_tile_has_rows(device: torch.device) -> None:

@@ -68,6 +68,12 @@ def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch
         attend = TritonAttention(Batch(lens, lens, starts, starts[1:], tables, lens), shape, workspace)
         attend(torch.empty(1000, 32, 128, dtype=torch.bfloat16, device=meta), layer_kv, 0)
     assert launches.grids[-1][0] == "prefill_attention"
+    for shortest, names in ((17, ["prefill_attention"]), (1, [name for name, _ in launches.grids])):
+        batch = Batch(lens, lens, starts, starts[1:], tables, lens, min_query_len=shortest)
+        with Launches(monkeypatch) as launches:
+            attend = TritonAttention(batch, shape, workspace)
+            attend(torch.empty(1000, 32, 128, dtype=torch.bfloat16, device=meta), layer_kv, 0)
+        assert [name for name, _ in launches.grids] == names
 
 
 def test_a_step_beyond_the_workspace_is_refused(device: torch.device) -> None:
