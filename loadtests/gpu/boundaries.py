@@ -85,17 +85,17 @@ def _seconds(bench: Bench, layout: Layout, way: Way, rows: int) -> float:
     return total_s
 
 
-def boundaries(dtype: torch.dtype) -> list[Boundary]:
-    """The places that the file has for a type of x."""
-    many = (64, 128, 256, 512, 1024)
+def boundaries(bench: Bench) -> list[Boundary]:
+    """The places that the file has for the type of x."""
+    many = bench.sizes.many_rows
     tiled, unpacked, rounded = (_way(name) for name in ("tiled", "unpacked", "rounded"))
     found = [
         Boundary(
-            key=f"few {str(dtype).removeprefix('torch.')}",
+            key=f"few {str(bench.dtype).removeprefix('torch.')}",
             layout=LAYOUTS[0],
             below={"few rows": _few_rows},
             above={"torch": _torch},
-            rows=(1, 2, 3, 4, 5, 6, 7, 8),
+            rows=bench.sizes.few_rows,
         )
     ]
     found += [
@@ -125,9 +125,7 @@ def boundaries(dtype: torch.dtype) -> list[Boundary]:
 def main() -> int:
     arguments = parse_arguments()
     bench = start_bench("boundaries", arguments)
-    measures = {
-        f"{each.key}, {each.layout.name}": partial(each.measure, bench) for each in boundaries(bench.dtype)
-    }
+    measures = {f"{each.key}, {each.layout.name}": partial(each.measure, bench) for each in boundaries(bench)}
     return measure_each("boundaries", "boundaries", measures)
 
 

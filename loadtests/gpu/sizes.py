@@ -147,6 +147,9 @@ class KernelSizes:
     """(tokens of a chunk, tokens of its context)"""
     norm_rows: int = 8192
     quantized_rows: tuple[int, ...] = (1, 4, 16, 64, 256, 2048)
+    few_rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    """On the one side of the boundaries between kernels, or the other."""
+    many_rows: tuple[int, ...] = (64, 128, 256, 512, 1024)
     sampler_rows: tuple[int, ...] = (1, 64, 256)
     walked_bytes: int = 1 << 30
     """Read in turn by what is to come from memory and not from a cache."""
@@ -199,6 +202,8 @@ KERNELS = {
         prefill=((32, 32), (16, 64)),
         norm_rows=16,
         quantized_rows=(1, 4),
+        few_rows=(1, 2),
+        many_rows=(2, 4),
         sampler_rows=(2,),
         walked_bytes=1 << 16,
     ),
