@@ -148,6 +148,9 @@ class Sequence:
     horizon: int = field(init=False)
     """No step is planned that computes the token with this number, or drafts beyond it: there `max_len` ends the
     sequence, or the chosen token may be replaced by others, which the host has to know first."""
+    is_simple: bool = field(init=False)
+    """Nothing decides about its tokens but its text: it is an only choice, without a grammar or a bound of reasoning.
+    Most are, so that little is done for each of their tokens."""
     timings: Timings = field(init=False)
     num_pending: int = field(init=False, default=0)
     """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
@@ -187,6 +190,8 @@ class Sequence:
         self.num_prompt_tokens = num_prompt = len(self.token_ids) - len(request.output_token_ids)
         longest = min(num_prompt + request.sampling.max_tokens, self.max_len)
         self.horizon = self.max_len = max(longest, len(self.token_ids) + 1)
+        is_only = request.n == 1 and request.beams is None and not request.branches
+        self.is_simple = is_only and not request.sampling.is_guided and request.sampling.thinking is None
         if request.sampling.thinking is not None:
             num_free = max(request.sampling.thinking.num_tokens, len(request.output_token_ids))
             self.horizon = min(self.max_len, num_prompt + num_free + 1)

@@ -102,8 +102,7 @@ class Scheduler:
         self._scored_left = self.limits.max_scored
         self._note_passed_over()
         self._tokens_left = min(allowance.num_decodes, self.most_tokens)
-        for sequence in self._in_turn(decodes, self._tokens_left):
-            self._plan_chunk(plan, sequence, 1)
+        self._plan_decodes(plan, decodes)
         self._tokens_left = min(allowance.num_prefill, self.most_tokens - plan.num_tokens)
         self._plan_prefills(plan, chunked, now)
         if queue_goes_first:
@@ -154,6 +153,27 @@ class Scheduler:
         start = self._turn % len(others)
         self._turn = start + room - num_sure
         return sure + others[start:] + others[:start]
+
+    def _plan_decodes(self, plan: Plan, decodes: list[Sequence]) -> None:
+        """Plans one token of each: as `_plan_chunk` does, but for what cannot be."""
+        grow, chunks = self.memory.grow, plan.chunks
+        for sequence in self._in_turn(decodes, self._tokens_left):
+            # Without a block table, it was preempted a moment ago.
+            if self._tokens_left <= 0 or not sequence.block_table:
+                continue
+            start = sequence.num_computed
+            copies = grow(sequence, start + 1)
+            if copies is None:
+                copies = self._make_room(plan, sequence, start + 1)
+                if copies is None:
+                    continue
+            if copies:
+                plan.copies += copies
+            chunks.append(Chunk(sequence, start, 1, True, sequence.num_preemptions))
+            sequence.num_computed = start + 1
+            sequence.num_pending += 1
+            plan.num_tokens += 1
+            self._tokens_left -= 1
 
     def _plan_prefills(self, plan: Plan, chunked: list[Sequence], now: float) -> None:
         """Plans chunks of running sequences, the most urgent first, and in a lane the one that is done soonest.

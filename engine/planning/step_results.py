@@ -103,13 +103,15 @@ class StepResults:
                 sequence.timings.note_prefill(num_prompt, now)
             request = sequence.request
             if brought is not None:
-                brought_outputs = self._apply(chunk, brought, now)
-                outputs += brought_outputs
-                num_output = len(brought_outputs)
-                if request.branches:  # the request is answered with its last branch
-                    num_output = 0
-                elif request.beams is not None:
+                sequence.num_pending -= 1
+                is_later = sequence.timings.first_token_s >= 0
+                if is_later and sequence.is_simple and not chunk.drafts and brought.error is None:
+                    outputs.append(self._append_one(sequence, brought, now))
                     num_output = 1
+                else:
+                    brought_outputs = self._apply(chunk, brought, now)
+                    outputs += brought_outputs
+                    num_output = _num_charged(request, len(brought_outputs))
             work.append((request, num_prompt, num_output, len(sequence.token_ids)))
         self._queue.charge(work, now)
         self._sequences.settle(now)
@@ -129,7 +131,6 @@ class StepResults:
         """
         sequence = chunk.sequence
         request = sequence.request
-        sequence.num_pending -= 1
         if isinstance(sequence, BeamSequence):
             return self._apply_beam(sequence, sampled, now)
         if request.branches:
@@ -145,9 +146,7 @@ class StepResults:
         try:
             reason = self._append(sequence, sampled, outputs)
         except Exception:
-            log.exception("the text of %r failed; it ends with an error", sequence)
-            error = "the output could not be decoded"
-            return [*outputs, self._sequences.finish(sequence, FinishReason.FAILED, error, now)]
+            return [*outputs, self._fail_text(sequence, now)]
         if is_first and sequence.is_scored:
             outputs[0].prompt_logprobs = sequence.prompt_logprobs
         if is_first and sequence.pooled:
@@ -158,6 +157,25 @@ class StepResults:
         if reason is not None:
             self._sequences.finish(sequence, reason, None, now, outputs[-1])
         return outputs
+
+    def _append_one(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
+        """Appends the one token of a simple sequence, as `_append` does, in half the time."""
+        (token_id,), known = sampled.token_ids, sequence.token_ids
+        known.append(token_id)
+        try:
+            text, reason = self._sink.accept(sequence, token_id, len(known) >= sequence.max_len)
+        except Exception:
+            return self._fail_text(sequence, now)
+        request_id = sequence.request.request_id
+        output = Output(request_id, sequence.index, sampled.token_ids, text, sampled.logprobs)
+        if reason is not None:
+            self._sequences.finish(sequence, reason, None, now, output)
+        return output
+
+    def _fail_text(self, sequence: Sequence, now: float) -> Output:
+        """Ends a sequence whose text raised what is being handled."""
+        log.exception("the text of %r failed; it ends with an error", sequence)
+        return self._sequences.finish(sequence, FinishReason.FAILED, "the output could not be decoded", now)
 
     def _append(self, sequence: Sequence, sampled: Sampled, outputs: list[Output]) -> FinishReason | None:
         """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
@@ -296,12 +314,7 @@ class StepResults:
             try:
                 reason = self._append(answer, Sampled(list(found.token_ids), found.logprobs), told)
             except Exception:
-                log.exception("the text of %r failed; it ends with an error", answer)
-                told.append(
-                    self._sequences.finish(
-                        answer, FinishReason.FAILED, "the output could not be decoded", now
-                    )
-                )
+                told.append(self._fail_text(answer, now))
             else:
                 if answer.is_scored:
                     told[0].prompt_logprobs = answer.prompt_logprobs
@@ -311,6 +324,11 @@ class StepResults:
             error = "the search found fewer answers"
             outputs.append(self._sequences.finish(beams.answer(index), FinishReason.FAILED, error, now))
         return outputs
+
+
+def _num_charged(request: Request, num_outputs: int) -> int:
+    """The tokens that a request is charged for: with branches none, it is answered with the last one."""
+    return 0 if request.branches else num_outputs if request.beams is None else 1
 
 
 def _keep_scores(chunk: Chunk, scored: list[TokenLogprobs]) -> None:
