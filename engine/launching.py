@@ -61,14 +61,18 @@ def launch_fitting(
 
 
 def _make_drafts(runner: Runner, drafting: Drafting, plan: Plan) -> None:
-    """Has the draft model make the drafts of a plan that are open; if it fails, the plan goes on without them."""
+    """Has the draft model make the drafts of a plan that are open; if it fails, the plan goes on without them.
+
+    They may be open still when the plan is launched: the host does not wait for what only the device has to know.
+    """
     started = drafting.clock()
     try:
-        made = runner.draft(plan)
+        made = runner.draft(plan, may_stay=not drafting.must_know(plan))
     except Exception:
         drafting.give_up(plan)
     else:
-        drafting.fill(plan, made, drafting.clock() - started)
+        if made is not None:
+            drafting.fill(plan, made, drafting.clock() - started)
 
 
 class _NoStep:

@@ -91,6 +91,12 @@ class DraftKV:
         if self._keeps_drafts:
             progress.drafts = drafts[:-1]
 
+    def keep(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Notes the drafts of a sequence that were not known yet at the `end` of its chunk."""
+        progress = self._progress.get(sequence)
+        if progress is not None and self._keeps_drafts:
+            progress.drafts = drafts[:-1]
+
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that ended or gave its blocks back."""
         self._progress.pop(sequence, None)

@@ -10,14 +10,19 @@ Musco and Suresh, "Coupling without communication and drafter-invariant speculat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from penstock.engine.execution.device_clock import DeviceClock
 from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.uploads import send_apart
+from penstock.engine.execution.verification import Verification
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Plan
@@ -25,10 +30,72 @@ from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
 
+class MadeDrafts:
+    """Drafts that are on the device alone until the step that verifies them has landed.
+
+    Args:
+        token_ids: [N] int32, pass by pass, those of each pass in the order of the sequences; -1 where there is none.
+        counts: the drafts of each sequence, the most first.
+        clock: has measured the passes.
+        kv: is told the drafts once they are known.
+    """
+
+    def __init__(
+        self, token_ids: Tensor, sequences: list[Sequence], counts: list[int], clock: DeviceClock, kv: DraftKV
+    ) -> None:
+        self._token_ids, self._clock, self._kv = token_ids, clock, kv
+        self._places: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
+        """The places of each sequence's drafts among the token ids."""
+        first = 0
+        for number in range(max(counts)):
+            num = sum(count > number for count in counts)
+            for place, sequence in enumerate(sequences[:num], first):
+                self._places[sequence].append(place)
+            first += num
+        self._sequences: list[Sequence] = []
+        """Those whose drafts were put into a step, in its order."""
+        self.put_tokens = token_ids
+        """[M] int32: these drafts, one sequence's after another's."""
+
+    def put(self, plan: Plan, step_tokens: Tensor, verification: Verification) -> None:
+        """Puts the drafts of the chunks that are open where the step reads them.
+
+        Args:
+            step_tokens: [T] int32, the tokens of the step.
+        """
+        places, rows, verified, end = list[int](), list[int](), list[int](), 0
+        for chunk, its_rows in zip(plan.chunks, verification.rows_of, strict=True):
+            end += chunk.num_tokens
+            if chunk.is_open:
+                num = len(chunk.drafts)
+                places += self._places[chunk.sequence][:num]
+                rows += range(end - num, end)
+                verified += its_rows[1:]
+                self._sequences.append(chunk.sequence)
+        places_, rows_, verified_ = send_apart([places, rows, verified], step_tokens.device)
+        self.put_tokens = self._token_ids.index_select(0, places_)
+        step_tokens.index_copy_(0, rows_.long(), self.put_tokens.clamp(min=0))
+        verification.set_drafts(verified_.long(), self.put_tokens)
+
+    def land(self, made: ListLike[list[int]]) -> float:
+        """Notes the drafts, which have come to the host; the seconds that making them took."""
+        for sequence, drafts in zip(self._sequences, made, strict=True):
+            self._kv.keep(sequence, _finite(drafts))
+        return self._clock.seconds()
+
+
+class DraftPass(StepInFlight, Protocol):
+    """A step of a draft model."""
+
+    token_ids: Tensor
+    """[R] int32, once they are chosen: the first ones are of the chunks that sample. Later steps overwrite them."""
+
+
 class Drafter:
     """Makes the drafts of plans, for sequences that have a seat; see `planning.device.Runner.draft`.
 
-    Tokens stay on the device from one pass to the next, and the host waits for all of them at the end.
+    Tokens stay on the device from one pass to the next. The host waits for all of them at the end, or, where nobody has
+    to know them, not at all.
 
     Args:
         seats: the seats of the model that is drafted for.
@@ -41,9 +108,9 @@ class Drafter:
         self,
         model: LoadedModel,
         seats: Seats,
-        launch: Callable[[Plan], StepInFlight],
+        launch: Callable[[Plan], DraftPass],
         max_tokens: int,
-        go_on: Callable[[Plan], StepInFlight] | None = None,
+        go_on: Callable[[Plan], DraftPass] | None = None,
     ) -> None:
         self.model = model
         self._seats = seats
@@ -54,15 +121,21 @@ class Drafter:
             keeps_drafts=not model.reads_target,
             num_tables=len(model.kv.layout.windows),
         )
+        self._made: MadeDrafts | None = None
+        """Drafts for the next step to be launched."""
 
     @torch.inference_mode()
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
         """See `planning.device.Runner`."""
+        self._made = None
         asked = [chunk for chunk in plan.chunks if chunk.is_open]
         seated = [chunk for chunk in asked if self._seats.slot_of(chunk.sequence) is not None]
         lengths = {chunk.sequence: len(chunk.drafts) for chunk in seated}
         chunks = self._kv.begin(lengths)
         counts = [lengths[chunk.sequence] for chunk in chunks if chunk.samples]
+        if may_stay and len(counts) == len(asked) and self.model.native is None:
+            self._made = self._leave(chunks, counts)
+            return None
         with self._counts_kept(chunks):
             made = self._make(chunks, counts) if chunks else []
         found = dict[Sequence, list[int]]()
@@ -72,6 +145,11 @@ class Drafter:
             )
             self._kv.end(chunk, drafts)
         return [found.get(chunk.sequence, []) for chunk in asked]
+
+    def take(self, plan: Plan) -> MadeDrafts | None:
+        """The drafts that were left on the device for a plan, if it has chunks that are open."""
+        made, self._made = self._made, None
+        return made if any(chunk.is_open for chunk in plan.chunks) else None
 
     def forget(self, sequence: Sequence) -> None:
         self._kv.forget(sequence)
@@ -84,7 +162,24 @@ class Drafter:
         """
         if self.model.native is not None:
             return self._make_natively(self.model.native, _plan_of(chunks), counts)
-        steps = list[StepInFlight]()
+        steps = [*self._passes(chunks, counts)]
+        return [[(one.token_ids or [-1])[0] for one in step.wait().sampled] for step in steps]
+
+    def _leave(self, chunks: list[DraftChunk], counts: list[int]) -> MadeDrafts:
+        """Makes drafts, as `_make` does, of chunks that all sample, and leaves them on the device."""
+        clock = DeviceClock(self.model.device)
+        with self._counts_kept(chunks):
+            token_ids = [
+                step.token_ids[: sum(count > number for count in counts)].clone()
+                for number, step in enumerate(self._passes(chunks, counts))
+            ]
+        clock.stop()
+        for chunk in chunks:
+            self._kv.end(chunk, [])
+        return MadeDrafts(torch.cat(token_ids), [c.sequence for c in chunks], counts, clock, self._kv)
+
+    def _passes(self, chunks: list[DraftChunk], counts: list[int]) -> Iterator[DraftPass]:
+        """Launches one pass after the other; each reads the tokens that the one before has chosen."""
         for number in range(max(counts, default=1)):
             if number:
                 still = chunks[: sum(count > number for count in counts)]
@@ -93,8 +188,7 @@ class Drafter:
             launch = self._go_on if number and self._go_on is not None else self._launch
             step = launch(_plan_of(chunks))
             step.choose()
-            steps.append(step)
-        return [[(one.token_ids or [-1])[0] for one in step.wait().sampled] for step in steps]
+            yield step
 
     def _make_natively(self, native: NativeDraft, plan: Plan, counts: list[int]) -> list[list[int]]:
         """The drafts that `_make` makes, from one native call for all passes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.execution.prompt_rows import PromptFindings
 from penstock.engine.planning.device import DeviceError
 from penstock.engine.planning.request import TokenLogprobs
-from penstock.engine.planning.step import Sampled, StepResult
+from penstock.engine.planning.step import OPEN, Sampled, StepResult
 
 NOT_FINITE = "the model's output was not finite"
 
@@ -53,9 +53,19 @@ class Landing:
     """The tokens that a step chose, on their way to the host after the step."""
 
     def __init__(
-        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: PromptFindings | None = None
+        self,
+        device: torch.device,
+        wanted: list[Wanted],
+        chosen: Chosen,
+        found: PromptFindings | None = None,
+        drafts: Tensor | None = None,
     ) -> None:
+        """
+        Args:
+            drafts: those of the chunks that are open, one chunk's after another's.
+        """
         self._wanted = wanted
+        self._drafts = None if drafts is None else _to_host(drafts)
         if found is not None:
             pooled = None if found.pooled is None else _to_host(found.pooled)
             found = PromptFindings(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
@@ -78,12 +88,24 @@ class Landing:
         result = StepResult([])
         if self._found is not None:
             _add_found(result, self._found)
+        if self._drafts is not None:
+            result.made = _take_drafts(self._wanted, self._drafts.tolist())
         if self._wanted:
             token_ids, *told = (tensor.tolist() for tensor in self._tensors)
             result.sampled = [_sampled(wanted, token_ids, told, self._places) for wanted in self._wanted]
         for tensor in self._scores:
             _add_scores(result, self._wanted, tensor.tolist())
         return result
+
+
+def _take_drafts(wanted: list[Wanted], token_ids: list[int]) -> list[list[int]]:
+    """Gives the chunks that are open their drafts, and returns these."""
+    rest, made = iter(token_ids), list[list[int]]()
+    for one in wanted:
+        if OPEN in one.drafts[:1]:
+            one.drafts = drafts = list(islice(rest, len(one.drafts)))
+            made.append(drafts)
+    return made
 
 
 def _add_found(result: StepResult, found: PromptFindings) -> None:

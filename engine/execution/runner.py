@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.execution.buffers import StepBuffers
-from penstock.engine.execution.drafter import Drafter
+from penstock.engine.execution.drafter import Drafter, MadeDrafts
 from penstock.engine.execution.facts import facts_of
 from penstock.engine.execution.faults import told
 from penstock.engine.execution.graphs import (
@@ -98,12 +98,13 @@ class ModelRunner:
         self._steps.prepare(self._make_device(model), self._progress)
         return facts_of(model, self._num_ahead, runs_plain=self._steps.plain is not None)
 
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
         steps = self.steps
         assert steps.drafter is not None
         if steps.plain is not None:
             steps.plain.drain()
-        return steps.drafter.draft(plan)
+        # A step that is one native call takes its drafts from the host.
+        return steps.drafter.draft(plan, may_stay=may_stay and steps.plain is None)
 
     def launch(self, plan: Plan) -> StepInFlight:
         steps = self.steps
@@ -179,6 +180,9 @@ class Steps:
             captured = self._captured(plan, shape) if prompts is None else None
             placed = self.seats.place(plan, captured or shape)
             verification = self._verification(plan, placed, captured or shape) if shape.verifies else None
+            made = None if self.drafter is None else self.drafter.take(plan)
+            if made is not None and verification is not None:
+                made.put(plan, placed.tokens.token_ids, verification)
             if placed.copies is not None:
                 self.model.copy_blocks(*placed.copies)
                 plan.copies = []
@@ -187,7 +191,7 @@ class Steps:
                 logits, numbers, found = self._pass(plan, placed, verification, prompts)
             else:
                 logits, numbers = self._replay(plan, captured, placed, verification)
-            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found)
+            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found, made)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -323,7 +327,7 @@ class Steps:
             step.wait()
         if self.drafter is not None:
             open_chunk = Chunk(sequence, len(prompt) - 1, 3, samples=True, drafts=[OPEN, OPEN])
-            self.drafter.draft(Plan([open_chunk], num_tokens=3))
+            self.drafter.draft(Plan([open_chunk], num_tokens=3), may_stay=False)
         self.forget([sequence])
         for filters in self.choices:
             self.choices[filters].run(StepShape(1, 1, 1, True, 1))
@@ -349,6 +353,10 @@ class LaunchedStep:
     """[S, vocab], or more rows as padding; with drafts, the logits of the verification."""
     numbers: Tensor
     found: PromptFindings | None
+    made: MadeDrafts | None = None
+    """The drafts that it verifies, if they are on the device alone."""
+    token_ids: Tensor = field(init=False)
+    """[R] int32, those of `Chosen`; the next step may overwrite them."""
     landing: Landing = field(init=False)
 
     @torch.inference_mode()
@@ -361,10 +369,14 @@ class LaunchedStep:
             if self.verification is not None:
                 pairs = zip(placed.seats, plan.chunks, strict=True)
                 steps.seats.note_verified(seat for seat, chunk in pairs if chunk.drafts)
-            self.landing = Landing(steps.model.device, wanted, chosen, self.found)
+            self.token_ids = chosen.token_ids
+            drafts = None if self.made is None else self.made.put_tokens
+            self.landing = Landing(steps.model.device, wanted, chosen, self.found, drafts)
 
     def wait(self) -> StepResult:
         result, counts = self.landing.wait(), self.steps.model.expert_counts
+        if self.made is not None:
+            result.drafting_s = self.made.land(result.made)
         result.experts = None if counts is None else counts.take()
         return result
 

@@ -69,6 +69,10 @@ class Verification:
             device,
         )
 
+    def set_drafts(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Sets the drafts that only the device knows, by the rows that count if they are right."""
+        self._drafts.index_copy_(0, rows, token_ids)
+
     def run(self, choose: ChooseRows) -> Tensor:
         """Samples the rows: token ids [R] int32, -1 where nothing was chosen."""
         if self._num_rounds == 1:

@@ -247,7 +247,7 @@ class ParallelRunner:
         followers.wait_loaded()
         return facts
 
-    def draft(self, plan: Plan) -> list[list[int]]:  # noqa: ARG002
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG002
         raise AssertionError("a model on several ranks has no draft model")
 
     def launch(self, plan: Plan) -> StepInFlight:

@@ -82,14 +82,16 @@ class Runner(Protocol):
     def load(self) -> RunnerFacts:
         """Loads the weights, allocates the KV cache and warms up."""
 
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
         """Has the draft model make the drafts of a plan that are open; called before the plan is launched.
 
-        Returns when all is done.
+        Args:
+            may_stay: nobody has to know the drafts before the step has landed.
 
         Returns:
             By open chunk, its drafts: at most as many as are open; none while more of the sequence is to be read than
-            fits into a pass.
+            fits into a pass. None if all of them stay on the device: the plan is to be launched with chunks that are
+            open, and its result has the drafts.
 
         Raises:
             Exception: there are no drafts; the step itself may work.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListLike
 from heapq import merge
 from math import inf
 from typing import Protocol
@@ -200,13 +201,39 @@ class Drafting:
         plan.drafting_s += seconds
         self._learn_costs(chunks, seconds)
         for chunk, drafts in zip(chunks, made, strict=True):
-            record, guide = self._records[chunk.sequence], chunk.sequence.guide
-            if drafts:
-                record.num_read = len(chunk.sequence.token_ids) + len(drafts)
+            guide = chunk.sequence.guide
             allowed = drafts if guide is None else guide.allowed(drafts)
-            if allowed:
-                record.proposed[DRAFT_MODEL] = allowed
+            self._record(chunk, len(drafts), allowed)
             set_drafts(plan, chunk, allowed, DRAFT_MODEL)
+
+    def must_know(self, plan: Plan) -> bool:
+        """Whether drafts that are open have to be known before the plan is launched: a grammar may rule some out."""
+        return any(chunk.is_open and chunk.sequence.request.sampling.is_guided for chunk in plan.chunks)
+
+    def note_made(self, plan: Plan, made: ListLike[list[int]], seconds: float) -> None:
+        """Notes the drafts of the chunks of a plan that were open when it was launched, once it has landed.
+
+        Args:
+            made: as many as were open, -1 where the draft model had none.
+            seconds: the time it took.
+        """
+        chunks = [chunk for chunk in plan.chunks if chunk.is_open]
+        plan.drafting_s += seconds
+        known = [chunk for chunk in chunks if chunk.sequence in self._records]  # others have ended
+        if known:
+            self._learn_costs(known, seconds)
+        for chunk, drafts in zip(chunks, made, strict=True):
+            chunk.drafts = drafts
+            if chunk.sequence in self._records:
+                self._record(chunk, len(drafts), drafts[: drafts.index(OPEN)] if OPEN in drafts else drafts)
+
+    def _record(self, chunk: Chunk, num_read: int, proposed: list[int]) -> None:
+        """Records what the draft model proposed for a chunk, and that it read so many tokens for it."""
+        record = self._records[chunk.sequence]
+        if num_read:
+            record.num_read = len(chunk.sequence.token_ids) + num_read
+        if proposed:
+            record.proposed[DRAFT_MODEL] = proposed
 
     def give_up(self, plan: Plan) -> None:
         """The draft model failed: the step goes on without the drafts that are open. Called where that is handled."""

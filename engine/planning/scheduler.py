@@ -120,6 +120,8 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Applies the result of a step; see StepResults."""
         self.size.note_fitted()
+        if result.made and self.drafting is not None:
+            self.drafting.note_made(plan, result.made, result.drafting_s)
         return self._results.commit(plan, result, now)
 
     def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:

@@ -198,3 +198,7 @@ class StepResult:
     pooled: ListLike[list[float]] = ()
     experts: ExpertUse | None = None
     """None if they were not counted in this step."""
+    made: ListLike[list[int]] = ()
+    """By open chunk, the drafts that were made of it on the device: as many as were open, -1 where there is none."""
+    drafting_s: float = 0.0
+    """The time that these took."""

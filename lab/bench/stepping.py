@@ -107,6 +107,10 @@ class Always(Drafting):
         for chunk, drafts in zip(chunks, found, strict=True):
             set_drafts(plan, chunk, drafts, name)
 
+    def note_made(self, plan: Plan, made: Sequence[list[int]], seconds: float) -> None:  # noqa: ARG002
+        for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):
+            chunk.drafts = drafts
+
     def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:  # noqa: ARG002
         for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):
             set_drafts(plan, chunk, drafts, DRAFT_MODEL)

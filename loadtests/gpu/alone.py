@@ -96,8 +96,8 @@ class _Timed:
     def close(self) -> None:
         self._runner.close()
 
-    def draft(self, plan: Plan) -> list[list[int]]:
-        return self._runner.draft(plan)
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+        return self._runner.draft(plan, may_stay=may_stay)
 
     def launch(self, plan: Plan) -> StepInFlight:
         if not self.is_timing:

@@ -55,6 +55,9 @@ class ForcedModel(Always):
         super().__init__(None, length)
         self.forced = forced
 
+    def must_know(self, plan: Plan) -> bool:  # noqa: ARG002
+        return True
+
     def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
         super().fill(plan, self.forced.propose([], [len(drafts) for drafts in made]), seconds)
 

@@ -131,6 +131,9 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A place in the queue."""
         return self._num_done + len(self._under_way)
 
+    def has_reached(self, mark: int) -> bool:
+        return mark <= self._num_done
+
     def reach(self, mark: int) -> None:
         """The device has come to that place."""
         self._under_way = self._under_way[max(0, mark - self._num_done) :]
@@ -272,6 +275,11 @@ class Event:
 
     def record(self) -> None:
         self._mark = FakeCuda.active.mark()
+
+    def elapsed_time(self, end: Event) -> float:
+        """A millisecond for each operation between the two, which are behind the device."""
+        assert FakeCuda.active.has_reached(end._mark)
+        return float(end._mark - self._mark)
 
     def synchronize(self) -> None:
         FakeCuda.active.wait("an event")

@@ -84,6 +84,8 @@ class FakeRunner:
         """Choices whose logits are not finite."""
         self.closed = False
         self.drafter: FakeDraftModel | None = None
+        self._left: dict[Sequence, list[int]] = {}
+        """Drafts that the host does not know, for the next step to be launched."""
         self.states: FakeStates | None = None
         self._blocks: list[list[tuple[int, int, int] | None]] = [
             [None] * block_size for _ in range(num_blocks)
@@ -105,9 +107,26 @@ class FakeRunner:
             if self.drafter is not None:
                 self.drafter.kv.forget(sequence)
 
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+        """Some drafts stay, at random, and some of those that stay are of the first places only."""
         assert self.drafter is not None
-        return self.drafter.draft(plan)
+        made, self._left = self.drafter.draft(plan), {}
+        if not may_stay or not all(made) or not self.drafter.leaves():
+            return made
+        asked = [chunk for chunk in plan.chunks if chunk.is_open]
+        self._left = {
+            chunk.sequence: [*drafts, *[-1] * (len(chunk.drafts) - len(drafts))]
+            for chunk, drafts in zip(asked, made, strict=True)
+        }
+        return None
+
+    def drafts_of(self, chunk: Chunk) -> ListLike[int]:
+        """The drafts of a chunk, whether the host knows them or not."""
+        return self._left[chunk.sequence] if chunk.is_open else chunk.drafts
+
+    def made(self, plan: Plan) -> list[list[int]]:
+        """The drafts of a plan that the host does not know."""
+        return [self._left[chunk.sequence] for chunk in plan.chunks if chunk.is_open]
 
     def close(self) -> None:
         self.closed = True
@@ -128,7 +147,8 @@ class FakeRunner:
                 [self._rows(chunk) for chunk in plan.chunks], breaks_off=not self._has_room(plan)
             )
         self._refuse_if_too_large(plan)
-        return StepResult([self._sample(chunk) for chunk in plan.chunks if chunk.samples])
+        sampled = [self._sample(chunk) for chunk in plan.chunks if chunk.samples]
+        return StepResult(sampled, made=self.made(plan), drafting_s=1.0)
 
     def _has_room(self, plan: Plan) -> bool:
         return plan.num_tokens <= self.room
@@ -171,7 +191,7 @@ class FakeRunner:
                 assert before[first:] == seen, f"the state is of {before}, {seen} are seen"
 
     def _write(self, chunk: Chunk) -> None:
-        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
+        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *self.drafts_of(chunk)]
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             self._store(sequence.block_table, position, tokens[position])
 
@@ -184,7 +204,8 @@ class FakeRunner:
         self.num_tokens += 1
 
     def _sample(self, chunk: Chunk) -> Sampled:
-        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
+        sequence, drafts = chunk.sequence, self.drafts_of(chunk)
+        tokens = [*sequence.token_ids, *drafts]
         if sequence.key in self.bad:
             return Sampled([], error="logits were not finite", is_finite=False)
         drawn: list[int] = []
@@ -193,7 +214,7 @@ class FakeRunner:
             seen = self._seen_by(sequence.block_table, length)
             assert seen == tokens[:length][-self.window :], f"{sequence!r} sees {seen}"
             drawn.append(next_token(seen, sequence.request, sequence.index, self.window))
-            if len(drawn) > len(chunk.drafts) or drawn[-1] != chunk.drafts[len(drawn) - 1]:
+            if len(drawn) > len(drafts) or drawn[-1] != drafts[len(drawn) - 1]:
                 return Sampled(drawn)
 
     def visible(self, length: int, window: int) -> range:
@@ -262,6 +283,10 @@ class FakeDraftModel:
             found[chunk.sequence] = drafts = self.run(chunk, lengths[chunk.sequence])
             self.kv.end(chunk, drafts)
         return [found.get(chunk.sequence, []) for chunk in asked]
+
+    def leaves(self) -> bool:
+        """Whether drafts that may stay on the device do."""
+        return self._pace.random() < 0.5
 
     def run(self, chunk: DraftChunk, length: int) -> list[int]:
         sequence, tokens = chunk.sequence, list(chunk.sequence.token_ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 
 from penstock.engine.planning.device import OutOfMemory
@@ -34,14 +35,14 @@ class QueuedChunk:
     state: ChunkState | None
 
     @classmethod
-    def of(cls, chunk: Chunk, block_size: int, num_tables: int) -> QueuedChunk:
-        end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *chunk.drafts]
+    def of(cls, chunk: Chunk, drafts: ListLike[int], block_size: int, num_tables: int) -> QueuedChunk:
+        end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *drafts]
         return cls(
             sequence=chunk.sequence,
             start=chunk.start,
             end=end,
             samples=chunk.samples,
-            drafts=tuple(chunk.drafts),
+            drafts=tuple(drafts),
             token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
             table=tuple(chunk.sequence.block_table[: -(-end // block_size) * num_tables]),
             state=None if chunk.state is None else replace(chunk.state, saves=list(chunk.state.saves)),
@@ -55,7 +56,9 @@ class QueuedChunk:
 class QueuedStep:
     def __init__(self, runner: QueuedRunner, plan: Plan) -> None:
         self.runner = runner
-        self.chunks = [QueuedChunk.of(chunk, runner.block_size, len(runner.windows)) for chunk in plan.chunks]
+        sizes = runner.block_size, len(runner.windows)
+        self.chunks = [QueuedChunk.of(chunk, runner.drafts_of(chunk), *sizes) for chunk in plan.chunks]
+        self.made = runner.made(plan)
         self.copies = list(plan.copies)
         self.result: StepResult | None = None
 
@@ -163,7 +166,8 @@ class QueuedRunner(FakeRunner):
         for chunk in step.chunks:
             self._put(chunk)
         self._run_states([chunk.rows for chunk in step.chunks], breaks_off=False)
-        step.result = StepResult([self._draw(chunk) for chunk in step.chunks if chunk.samples])
+        sampled = [self._draw(chunk) for chunk in step.chunks if chunk.samples]
+        step.result = StepResult(sampled, made=step.made)
 
     def _put(self, chunk: QueuedChunk) -> None:
         for position, known in enumerate(chunk.token_ids, chunk.start):

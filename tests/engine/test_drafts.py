@@ -375,8 +375,9 @@ def test_only_shared_tokens_are_drafted(
     proposed: list[int] = []
     draft = other.runner.draft
 
-    def noted(plan: Plan) -> list[list[int]]:
-        found = draft(plan)
+    def noted(plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
+        found = draft(plan, may_stay=False)
+        assert found is not None
         proposed.extend(token for drafts in found for token in drafts)
         return found
 

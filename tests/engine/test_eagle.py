@@ -56,8 +56,9 @@ def recorded(driver: Driver, patch: pytest.MonkeyPatch) -> list[Drafted]:
     drafter_of(driver)
     drafted, draft = list[Drafted](), driver.runner.draft
 
-    def noted(plan: Plan) -> list[list[int]]:
-        found = draft(plan)
+    def noted(plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
+        found = draft(plan, may_stay=False)
+        assert found is not None
         for chunk, drafts in zip([c for c in plan.chunks if c.is_open], found, strict=True):
             sequence = chunk.sequence
             if drafts:

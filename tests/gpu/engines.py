@@ -38,8 +38,8 @@ class OneByOne:
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self._runner.forget(sequences)
 
-    def draft(self, plan: Plan) -> list[list[int]]:
-        return self._runner.draft(plan)
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+        return self._runner.draft(plan, may_stay=may_stay)
 
     def launch(self, plan: Plan) -> StepInFlight:
         return self._runner.launch(plan)

@@ -141,8 +141,9 @@ def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> Non
     assert {0, 1} < set(verified), "right and wrong ones"
 
 
-def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
-    folder: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("may_stay", [True, False])
+def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end_or_never(
+    folder: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, may_stay: bool
 ) -> None:
     """It is loaded as its target is, in the memory that was planned for it; its passes are Triton's."""
     runner = Watched(folder, cuda, DraftSource(folder), max_drafts=4)
@@ -168,9 +169,11 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
     monkeypatch.setattr(drafter, "_launch", launch)
     cuda.launched.clear()
     drafting = UnpricedDrafting(None, 4, random.Random(0), has_model=True)
+    monkeypatch.setattr(drafting, "must_know", lambda _: not may_stay)
     assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert not drafting.failed
-    assert "launch launch launch wait wait wait" in " ".join(order)
+    assert ("launch launch launch wait wait wait" in " ".join(order)) != may_stay
+    assert ("launch launch launch launch" in " ".join(order)) == may_stay
     assert "decode_attention_kernel" in cuda.launched
 
 

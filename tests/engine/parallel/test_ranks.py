@@ -193,7 +193,7 @@ class Unloadable:
     def load(self) -> RunnerFacts:
         raise RuntimeError("no graph for you")
 
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]]:
         raise NotImplementedError
 
     def launch(self, plan: Plan) -> StepInFlight:

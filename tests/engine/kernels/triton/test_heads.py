@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +40,10 @@ def drafted(
     device: torch.device,
     kernels: Callable[[ModelConfig], Kernels],
     graphs: RepeatingDevice | None,
+    *,
+    may_stay: bool,
 ) -> tuple[dict[tuple[str, int], list[int]], list[list[list[int]]]]:
-    """The tokens of a run, and the drafts of each of its plans."""
+    """The tokens of a run, and the drafts of each of its plans, which stay on the device, if they may."""
     options = replace(OPTIONS, device=device.type)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "select", lambda config, *_: kernels(config))
@@ -51,14 +53,22 @@ def drafted(
             make_device=lambda _: graphs,
         )
         runner.load()
-    told, draft_plan = list[list[list[int]]](), runner.draft
+    told, make_drafts = list[list[list[int]]](), runner.draft
 
-    def noted(plan: Plan) -> list[list[int]]:
-        told.append(draft_plan(plan))
-        return told[-1]
+    def drafts_of(plan: Plan, **_: object) -> list[list[int]] | None:
+        made = make_drafts(plan, may_stay=may_stay)
+        told.extend([] if made is None else [made])
+        return made
 
-    runner.draft = noted  # type: ignore[method-assign]
-    drafting = UnpricedDrafting(None, 3, random.Random(0), has_model=True)
+    class Noting(UnpricedDrafting):
+        def note_made(self, plan: Plan, made: Sequence[list[int]], seconds: float) -> None:
+            assert may_stay
+            assert seconds > 0
+            told.append([*made])
+            super().note_made(plan, made, seconds)
+
+    runner.draft = drafts_of  # type: ignore[method-assign]
+    drafting = Noting(None, 3, random.Random(0), has_model=True)
     driver = StepDriver(runner, budget=8, num_blocks=12, drafting=drafting).run(*REQUESTS)
     assert not drafting.failed
     return driver.tokens(), told
@@ -69,9 +79,12 @@ def check(folder: Path, draft: DraftSource | None, device: torch.device) -> None
         return triton_kernels(config, device, torch.float32, OPTIONS)
 
     graphs = RepeatingDevice()
-    found = drafted(folder, draft, device, triton, graphs)
-    expected = drafted(folder, draft, CPU, lambda _: reference_kernels(CPU, torch.float32), None)
-    assert found == expected
+    found = drafted(folder, draft, device, triton, graphs, may_stay=True)
+    for may_stay in (False, True):
+        plain = drafted(
+            folder, draft, CPU, lambda _: reference_kernels(CPU, torch.float32), None, may_stay=may_stay
+        )
+        assert found == plain
     assert max(len(drafts) for step in found[1] for drafts in step) > 1
     assert graphs.replays
 
