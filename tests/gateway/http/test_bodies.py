@@ -113,6 +113,25 @@ async def test_a_stream_that_has_begun_holds_no_room() -> None:
         assert b"[DONE]" in client.body
 
 
+async def test_room_is_made_once_for_each() -> None:
+    """However many came and went, as much fits as at first, and no more."""
+    body = json.dumps(chat_body()).encode()
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_bodies_bytes=2 * len(body) - 1)))
+    for _ in range(3):
+        client = Client(gateway.app, CHAT)
+        client.send(body)
+        gateway.answer(await gateway.taken(), "Hi")
+        await client.task
+    arriving, refused = Client(gateway.app, CHAT), Client(gateway.app, CHAT)
+    arriving.send(body, more=True)
+    await settled()
+    refused.send(body)
+    await refused.task
+    assert (client.status, refused.status) == (200, 503)
+    arriving.hang_up()
+    await arriving.task
+
+
 async def test_one_that_leaves_in_the_middle_of_its_body_makes_room() -> None:
     body = json.dumps(chat_body()).encode()
     gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_bodies_bytes=len(body))))

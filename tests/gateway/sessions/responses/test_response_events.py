@@ -151,9 +151,16 @@ def test_what_was_asked_for_is_told() -> None:
         "safety_identifier": "s",
         "user": "u",
         "tool_choice": "none",
+        "text": {
+            "format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}},
+            "verbosity": "low",
+        },
         "parallel_tool_calls": False,
     }
-    found = strict(response(recording_of(**fields))).model_dump()
+    found = strict(response(recording_of(**fields))).model_dump(by_alias=True)
+    found["text"]["format"] = {
+        name: value for name, value in found["text"]["format"].items() if value is not None
+    }
     assert {name: found[name] for name in fields} == fields
     assert (found["temperature"], found["top_p"]) == (0.5, 0.9)
     assert (found["service_tier"], found["truncation"], found["tools"]) == ("default", "disabled", [])
