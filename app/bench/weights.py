@@ -1,5 +1,7 @@
 """Random weights for any config.json that the engine serves: the speed of a model does not depend on them.
 
+It may be that of an EAGLE-3 head. A layer of multi-token prediction of which it tells is written with its model.
+
 A config.json's quantization_config decides how they are stored. They are written as fast as the disk takes them.
 """
 
@@ -9,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -16,7 +19,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import LoadOptions
+from penstock.engine.model.eagle import is_eagle, read_eagle
+from penstock.engine.model.eagle_weights import eagle_tensors
 from penstock.engine.model.parse import read_config
+from penstock.engine.model.prediction import prediction_tensors
 from penstock.engine.model.safetensors import DTYPES
 from penstock.engine.model.tensors import expected_tensors, make_recipe
 from penstock.engine.quant.float8 import FLOAT8
@@ -39,15 +45,23 @@ def write_weights(folder: Path, text: range) -> None:
     Args:
         text: tokens with a text of their own; the rows of others are twenty times smaller, so that none is ever chosen.
     """
-    config = read_config(folder)
-    recipe = make_recipe(config, LoadOptions(device="cpu"))
-    tensors = {name: tensor for name, tensor in expected_tensors(config, recipe) if not tensor.optional}
+    tensors = {name: tensor for name, tensor in _tensors(folder) if not tensor.optional}
     noise = _Noise.of(min(_MOST_RANDOM, max(prod(tensor.known_shape) for tensor in tensors.values())))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(_header(tensors))
         for number, name in enumerate(tensors):
             for piece in _pieces(name, tensors, noise, number * _STRIDE, text):
                 file.write(piece.view(torch.uint8).numpy().data)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
+    options = LoadOptions(device="cpu")
+    if is_eagle(folder):
+        head = read_eagle(folder)
+        return eagle_tensors(head, make_recipe(head.layer, options))
+    config = read_config(folder)
+    recipe = make_recipe(config, options)
+    return chain(expected_tensors(config, recipe), prediction_tensors(config, recipe))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,8 @@ def _pieces(
     if tensor.suffix == "weight_shape":
         out_features, words = tensors[name.removesuffix("shape") + "packed"].known_shape
         yield torch.tensor([out_features, 8 * words])
+    elif tensor.suffix == "d2t":  # a head drafts the first tokens
+        yield torch.zeros(size, dtype=DTYPES[dtype])
     elif tensor.suffix == "qzeros":
         yield torch.full(size, _ZEROS, dtype=torch.int32)
     elif "scale" in tensor.suffix:
@@ -121,7 +137,8 @@ def _floats(name: str, size: tuple[int, ...], noise: Tensor, offset: int, text: 
     if name not in ("model.embed_tokens.weight", "lm_head.weight"):
         yield from _repeated(prod(size), noise, offset)
         return
-    for rows, is_text in ((text.start, False), (len(text), True), (size[0] - text.stop, False)):
+    start, stop = min(text.start, size[0]), min(text.stop, size[0])
+    for rows, is_text in ((start, False), (stop - start, True), (size[0] - stop, False)):
         for piece in _repeated(rows * size[1], noise, offset):
             yield piece if is_text else piece * 0.05
 

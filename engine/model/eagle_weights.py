@@ -31,6 +31,7 @@ from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
 from penstock.engine.spec import Norm
 
 _HIDDEN_NORM, _FUSE, _DRAFTED = "model.layers.0.hidden_norm", "fc", "d2t"
+_LAYER = "model.layers.0."
 _LAYERS = ("midlayer.", "layers.0.")
 """The prefixes of the names of the layer's tensors."""
 _SIZES = SIZE_FIELDS | {
@@ -56,11 +57,11 @@ class EagleFiles(TensorFiles):
         self.entries = {self._name(own_name): entry for own_name, entry in self.entries.items()}
 
     def own_name(self, name: str) -> str:
-        return name.replace("model.layers.0.", self._prefix).removeprefix("model.")
+        return _own_name(name, self._prefix)
 
     def _name(self, own_name: str) -> str:
         if own_name.startswith(self._prefix):
-            return f"model.layers.0.{own_name.removeprefix(self._prefix)}"
+            return f"{_LAYER}{own_name.removeprefix(self._prefix)}"
         return f"model.{own_name}" if own_name.startswith(("norm.", "embed_tokens.")) else own_name
 
 
@@ -87,6 +88,13 @@ def eagle_specs(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> dict[str, Linea
     return {name: replace(one, quantized=formats[name]) for name, one in specs.items()}
 
 
+def eagle_tensors(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor that a head must have, by its name in a file; an embedding if its target's is of another width."""
+    needs_embedding = head.layer.hidden_size != head.target_hidden_size
+    for name, tensor in _expected(head, recipe, with_embedding=needs_embedding):
+        yield _own_name(name, _LAYERS[0]), tensor
+
+
 def has_embedding(files: TensorFiles) -> bool:
     """Returns whether a head has an embedding of its own."""
     return f"{EMBEDDING}.weight" in files.entries
@@ -98,7 +106,8 @@ def check_eagle_tensors(head: EagleConfig, files: TensorFiles, recipe: Recipe = 
     Raises:
         CheckpointError: names the first tensor that is missing, or has a wrong shape or an unsupported dtype.
     """
-    check_expected(_expected(head, files, recipe), files, sizes=_SIZES)
+    expected = _expected(head, recipe, with_embedding=has_embedding(files))
+    check_expected(expected, files, sizes=_SIZES)
     if not has_embedding(files) and head.layer.hidden_size != head.target_hidden_size:
         raise CheckpointError(
             f"{files.path}: tensor {files.own_name(EMBEDDING)}.weight is missing, and the model's embedding is not as "
@@ -129,9 +138,16 @@ def load_eagle(
     )
 
 
-def _expected(head: EagleConfig, files: TensorFiles, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+def _own_name(name: str, prefix: str) -> str:
+    """A head's name of a tensor."""
+    return name.replace(_LAYER, prefix).removeprefix("model.")
+
+
+def _expected(
+    head: EagleConfig, recipe: Recipe, *, with_embedding: bool
+) -> Iterator[tuple[str, StoredTensor]]:
     hidden = head.layer.hidden_size
-    if has_embedding(files):
+    if with_embedding:
         yield from tensors_of(embedding_spec(head.layer))
     for name, norm in head.layer.spec.norms():
         yield f"{name}{norm.suffix}", StoredTensor("weight", (norm.size,))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.model.quantize_cache import Checkpoint
-from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.safetensors import TensorEntry, TensorFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import (
     LinearSpec,
@@ -29,14 +29,13 @@ from penstock.engine.spec import ModelSpec, Norm, Prediction
 _LAYER = f"{LAYERS}0."
 
 
-@dataclass(frozen=True, slots=True)
-class PredictionSource:
-    """Where such a layer is loaded from."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionLayer:
+    """Such a layer, and how it is stored."""
 
     own: Prediction
     config: ModelConfig
     """The config of the one layer; its tensors are named like those of a model's first layer."""
-    files: TensorFiles
     recipe: Recipe
 
     @property
@@ -70,6 +69,23 @@ class PredictionSource:
         yield from layer_tensors(self.config, 0, self.recipe)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionSource(PredictionLayer):
+    """Where such a layer is loaded from."""
+
+    files: TensorFiles
+
+
+def prediction_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor that a model's own layer must have, by its name among its model's; none if config tells of none."""
+    own = config.spec.prediction
+    if own is None or not own.is_told:
+        return
+    layer = PredictionLayer(own=own, config=_alone(config, own), recipe=_own_recipe(recipe, {}, own))
+    for name, tensor in layer.expected():
+        yield _of_model(name, own), tensor
+
+
 def find_prediction(target: Checkpoint) -> PredictionSource | None:
     """Returns the layer of a model that has one; None where neither the config nor the tensors have it.
 
@@ -79,17 +95,10 @@ def find_prediction(target: Checkpoint) -> PredictionSource | None:
     own = target.config.spec.prediction
     if own is None or not (own.is_told or f"{own.map}.weight" in target.files.entries):
         return None
-    spec = target.config.spec
-    alone = ModelSpec(
-        hidden_size=spec.hidden_size,
-        layers=(own.layer,),
-        ropes=spec.ropes,
-        norm_eps=spec.norm_eps,
-        final_norm=own.final_norm,
-    )
-    config = replace(target.config, spec=alone)
+    config = _alone(target.config, own)
     files = unstacked(_own_files(target.files, own), config)
-    source = PredictionSource(own, config, files, _own_recipe(target.recipe, files, own))
+    recipe = _own_recipe(target.recipe, files.entries, own)
+    source = PredictionSource(own=own, config=config, recipe=recipe, files=files)
     check_expected(source.expected(), files)
     check_recipe(config, source.recipe)
     return source
@@ -105,6 +114,19 @@ def load_prediction(source: PredictionSource, kernels: Kernels) -> PredictionWei
         final_norm=reader.norm(own.final_norm),
         map=reader.linear(specs["map"]),
     )
+
+
+def _alone(config: ModelConfig, own: Prediction) -> ModelConfig:
+    """The config of a model of that layer alone."""
+    spec = config.spec
+    alone = ModelSpec(
+        hidden_size=spec.hidden_size,
+        layers=(own.layer,),
+        ropes=spec.ropes,
+        norm_eps=spec.norm_eps,
+        final_norm=own.final_norm,
+    )
+    return replace(config, spec=alone)
 
 
 def _outside(own: Prediction) -> tuple[str, ...]:
@@ -129,11 +151,11 @@ def _of_model(name: str, own: Prediction) -> str:
     return name.replace(_LAYER, own.prefix, 1) if name.startswith(_LAYER) else name
 
 
-def _own_recipe(recipe: Recipe, files: TensorFiles, own: Prediction) -> Recipe:
+def _own_recipe(recipe: Recipe, entries: Mapping[str, TensorEntry], own: Prediction) -> Recipe:
     """Returns the recipe of the model, except for maps in floating point: many quantize all layers but this one."""
 
     def storage(name: str) -> Storage:
-        entry = files.entries.get(f"{name}.weight")
+        entry = entries.get(f"{name}.weight")
         return PLAIN if entry is not None and entry.dtype in FLOATS else recipe.storages(_of_model(name, own))
 
     return Recipe(storage, recipe.quantization)

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scratch",
         type=Path,
         metavar="DIR",
-        help="room for 17 GB of checkpoints; the system's temporary folder",
+        help="room for 19 GB of checkpoints; the system's temporary folder",
     )
     return parser
 

@@ -1,18 +1,34 @@
 """Measures what drafts cost and bring: an 8 B shape with drafts, of which a given share is right, and without.
 
+They come from a lookup, a draft model, an EAGLE-3 head, and a layer of the model's own for multi-token prediction.
+
 `python -m loadtests.gpu.drafts --mode MODE --scratch DIR`
 """
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 import traceback
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from random import Random
+
+import torch
 
 from lab.bench.stepping import Always, Step, Stepper
 from loadtests.gpu.figures import emit, emit_skip, say
-from loadtests.gpu.sizes import TEXT_TOKENS, Arguments, parse_arguments, speculation
+from loadtests.gpu.sizes import (
+    TEXT_TOKENS,
+    Arguments,
+    DraftedModel,
+    DraftSizes,
+    parse_arguments,
+    speculation,
+)
+from loadtests.gpu.timing import measure_each
 from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.loader import load_model
@@ -49,7 +65,7 @@ class Forced:
 
 
 class ForcedModel(Always):
-    """Has the draft model draft, and takes the tokens that a proposer forces in place of its own."""
+    """Has the draft model or head draft, and takes the tokens that a proposer forces in place of its own."""
 
     def __init__(self, forced: Forced, length: int) -> None:
         super().__init__(None, length)
@@ -61,45 +77,36 @@ class ForcedModel(Always):
     def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
         super().fill(plan, self.forced.propose([], [len(drafts) for drafts in made]), seconds)
 
+    def give_up(self, plan: Plan) -> None:  # noqa: ARG002
+        """Ends the run with what failed: steps without drafts are not what is measured."""
+        raise
 
-class Bench:
-    """A model and its draft model, step by step on this thread, as the engine goes."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        target, draft, self.sizes = speculation(arguments.mode)
-        folders = [arguments.scratch / name for name in ("drafted-for", "draft")]
-        options = LoadOptions(device=arguments.device.type, max_batch_tokens=0)
-        try:
-            say("drafts: writing the checkpoints")
-            for shape, folder in zip((target, draft), folders, strict=True):
-                write_checkpoint(shape.config, folder)
-            say("drafts: loading")
-            model, source = folders[0], DraftSource(folders[1])
-            self._stepper = Stepper(
-                lambda: load_model(model, options, say, lambda *_: None, source), num_ahead=_NUM_AHEAD
-            )
-        finally:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-        self._text = TEXT_TOKENS
-        self._random = Random(0)
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one model, step by step on this thread, as the engine goes."""
+
+    drafted: DraftedModel
+    sizes: DraftSizes
+    stepper: Stepper
+    random: Random = field(default_factory=lambda: Random(0))
 
     def run(self) -> None:
-        sizes, facts = self.sizes, self._stepper.facts
-        kept = f"{sizes.rightness:.0%} right"
-        for streams in sizes.streams:
-            self._tell(streams, "no drafts", None)
-            right, length = self._text[0], sizes.length
-            drafting = Always(Forced(right, sizes.rightness), length)
-            self._tell(streams, f"{length} drafts, {kept}", drafting)
-            if facts.has_draft_model:
-                drafting = ForcedModel(Forced(right, sizes.rightness), length)
-                self._tell(streams, f"{length} drafts of a draft model, {kept}", drafting)
+        """Without drafts, with drafts for nothing unless they were measured with another drafter, and with its own."""
+        drafted, right, rightness = self.drafted, TEXT_TOKENS[0], self.sizes.rightness
+        length, kept = self.sizes.length, f"{rightness:.0%} right"
+        beside = f", beside {drafted.drafter}" if drafted.reads_model else ""
+        for streams in self.sizes.streams:
+            self._tell(streams, f"no drafts{beside}", None)
+            if not drafted.reads_model:
+                self._tell(streams, f"{length} drafts, {kept}", Always(Forced(right, rightness), length))
+            what = f"{length} drafts of {drafted.drafter}, {kept}"
+            self._tell(streams, what, ForcedModel(Forced(right, rightness), length))
 
     def _tell(self, streams: int, what: str, drafting: Always | None) -> None:
         say(f"drafts: {streams} streams, {what}")
         steps = self._steady(streams, drafting)
-        name = f"llama-8b: TPOT, batch {streams}, {what}"
+        name = f"{self.drafted.name}: TPOT, batch {streams}, {what}"
         if not steps:
             emit_skip(name, "no steps of all streams")
             return
@@ -111,7 +118,7 @@ class Bench:
         """The steps in which every stream decodes."""
         steps = [
             step
-            for step in self._stepper.run(self._requests(streams), drafting)
+            for step in self.stepper.run(self._requests(streams), drafting)
             if len(step.plan.chunks) == streams
             and all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in step.plan.chunks)
         ]
@@ -123,23 +130,73 @@ class Bench:
             temperature=0.0,
             max_tokens=self.sizes.num_tokens,
             ignore_eos=True,
-            logit_bias={self._text[0]: _BIAS},
+            logit_bias={TEXT_TOKENS[0]: _BIAS},
         )
-        prompts = [tuple(self._random.choices(self._text, k=_PROMPT_TOKENS)) for _ in range(streams)]
+        prompts = [tuple(self.random.choices(TEXT_TOKENS, k=_PROMPT_TOKENS)) for _ in range(streams)]
         return [
             Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
             for number, prompt in enumerate(prompts)
         ]
 
 
+class Bench:
+    """Models and what drafts for them, one after another."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._models, self._sizes = speculation(arguments.mode)
+        self._options = LoadOptions(device=arguments.device.type, max_batch_tokens=0)
+        self._scratch = arguments.scratch / "drafts"
+
+    def run(self) -> int:
+        measures = {f"{one.name} and {one.drafter}": partial(self._measure, one) for one in self._models}
+        try:
+            return measure_each("drafts", "drafts", measures)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _measure(self, drafted: DraftedModel) -> None:
+        release_memory()
+        stepper = self._load(drafted)
+        if not stepper.facts.has_draft_model:
+            raise RuntimeError(f"{drafted.drafter} is not used")
+        Runs(drafted, self._sizes, stepper).run()
+
+    def _load(self, drafted: DraftedModel) -> Stepper:
+        say("drafts: writing the checkpoints")
+        configs = {drafted.name: drafted.config}
+        if drafted.draft is not None:
+            configs[drafted.drafter] = drafted.draft
+        model, *drafts = self._written(configs)
+        source = DraftSource(drafts[0]) if drafts else None
+        say("drafts: loading")
+        return Stepper(
+            lambda: load_model(model, self._options, say, lambda *_: None, source), num_ahead=_NUM_AHEAD
+        )
+
+    def _written(self, configs: dict[str, dict[str, object]]) -> list[Path]:
+        """The checkpoints by name; those of the model before are kept as far as they are wanted again."""
+        for folder in self._scratch.glob("*"):
+            if folder.name not in configs:
+                shutil.rmtree(folder)
+        for name, config in configs.items():
+            if not (self._scratch / name).exists():
+                write_checkpoint(config, self._scratch / name)
+        return [self._scratch / name for name in configs]
+
+
+def release_memory() -> None:
+    """Frees what a model leaves behind: cycles, and the memory that torch keeps."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main() -> int:
     try:
-        Bench(parse_arguments()).run()
+        return Bench(parse_arguments()).run()
     except Exception as error:
         traceback.print_exc()
         emit_skip("the rest of drafts", f"{type(error).__name__}: {error}")
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PARTS = (
     Part("boundaries", "boundaries", 60),
     Part("experts", "experts", 100),
     Part("states", "states", 100),
-    Part("drafts", "drafts", 170),
+    Part("drafts", "drafts", 240),
     Part("llama-8b-int4", "serving", 100, ("llama-8b-int4",)),
     Part("llama-8b-fp8", "serving", 100, ("llama-8b-fp8",), is_for_dry_runs=False),
     Part("llama-8b-ranks", "ranks", 120, ("llama-8b",), is_for_dry_runs=False),

@@ -128,6 +128,9 @@ def _small(shape: ModelShape, head_dim: int) -> ModelShape:
 TEXT_TOKENS = text_token_ids(QWEN3_06B.config)
 """Tokens that are text in every checkpoint here, for prompts."""
 
+_HEAD_LAYERS = 8
+"""Of so many layers, a head that does not say which it reads can read three."""
+
 LLAMA_SMALL, QWEN3_SMALL = _small(LLAMA_8B, 16), _small(QWEN3_06B, 24)
 
 
@@ -189,6 +192,20 @@ class DraftSizes:
     """The length of each answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedModel:
+    """A model and what drafts for it."""
+
+    name: str
+    drafter: str
+    """In words."""
+    config: dict[str, object]
+    draft: dict[str, object] | None
+    """The config.json of what drafts; None for a layer of the model's own."""
+    reads_model: bool = True
+    """Whether it drafts from the model's hidden states, which the model then keeps in every step."""
+
+
 KERNELS = {
     "full": KernelSizes(),
     "quick": KernelSizes(
@@ -216,12 +233,45 @@ _SMALL = ServingSizes(
 )  # fmt: skip
 
 
-def speculation(mode: str) -> tuple[ModelShape, ModelShape, DraftSizes]:
-    """A model, what drafts for it, and how much of them in a run of this mode."""
+def speculation(mode: str) -> tuple[tuple[DraftedModel, ...], DraftSizes]:
+    """Models with what drafts for them, one after another, and how much of them in a run of this mode."""
+    target, draft, sizes = LLAMA_8B, LLAMA_1B, DraftSizes()
     if mode == "dry":
-        return LLAMA_SMALL, replace(LLAMA_SMALL, num_layers=1), DraftSizes(streams=(1, 3), num_tokens=40)
-    sizes = DraftSizes()
-    return LLAMA_8B, LLAMA_1B, replace(sizes, num_tokens=128) if mode == "quick" else sizes
+        target, draft = replace(LLAMA_SMALL, num_layers=_HEAD_LAYERS), replace(LLAMA_SMALL, num_layers=1)
+        sizes = DraftSizes(streams=(1, 3), num_tokens=40)
+    elif mode == "quick":
+        sizes = replace(sizes, num_tokens=128)
+    llama = DraftedModel(
+        name="llama-8b",
+        drafter="a draft model",
+        config=target.config,
+        draft=draft.config,
+        reads_model=False,
+    )
+    head = replace(llama, drafter="an EAGLE-3 head", draft=_head_of(target), reads_model=True)
+    own = DraftedModel(name="qwen3.5-8b", drafter="its own layer", config=_with_own_layer(target), draft=None)
+    return (llama, head, own), sizes
+
+
+def _head_of(target: ModelShape) -> dict[str, object]:
+    """An EAGLE-3 head like those of Llama 3.1 8B: as wide as its target, with logits of a quarter of the tokens."""
+    return {
+        **replace(target, num_layers=1).config,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": target.vocabulary // 4,
+    }
+
+
+def _with_own_layer(shape: ModelShape) -> dict[str, object]:
+    """A Qwen 3.5 of these sizes, with plain attention in all layers, and its layer of multi-token prediction."""
+    return {
+        **shape.config,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "full_attention_interval": 1,
+        "attn_output_gate": False,
+        "mtp_num_hidden_layers": 1,
+    }
 
 
 def serving(name: str, mode: str) -> tuple[ModelShape, ServingSizes]:

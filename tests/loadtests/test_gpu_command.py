@@ -67,6 +67,8 @@ def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) 
         "llama-8b: TPOT, batch 3, no drafts",
         "llama-8b: TPOT, batch 3, 4 drafts, 80% right",
         "llama-8b: TPOT, batch 3, 4 drafts of a draft model, 80% right",
+        "llama-8b: TPOT, batch 3, 4 drafts of an EAGLE-3 head, 80% right",
+        "qwen3.5-8b: TPOT, batch 3, 4 drafts of its own layer, 80% right",
         "attention decode, KV int8, batch 1, context 32",
         "rotate_and_write, KV int8, 16 rows",
     )

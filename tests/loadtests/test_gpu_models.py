@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from loadtests.gpu.sizes import (
     LLAMA_8B,
@@ -17,6 +18,7 @@ from loadtests.gpu.sizes import (
     TEXT_TOKENS,
     ModelShape,
     serving,
+    speculation,
 )  # fmt: skip
 from penstock.app.bench.checkpoint import write_checkpoint
 from penstock.engine.config import LoadOptions
@@ -56,6 +58,32 @@ def test_the_shapes_are_those_of_their_names(shape: ModelShape, billions: float)
     config = parse_config(Fields("config.json", shape.config))
     assert sum(map(prod, expected_shapes(config).values())) / 1e9 == pytest.approx(billions, rel=0.005)
     assert (config.attentions[0].q_norm is not None) == (shape is QWEN3_06B)
+
+
+def test_heads_and_layers_that_draft_are_as_large_as_published_ones() -> None:
+    """The head of Llama 3.1 8B: qkv of two rows, a map of three, logits of a quarter of the tokens."""
+    (_, head, own), sizes = speculation("full")
+    assert (sizes.streams, head.config) == ((1, 8, 32), LLAMA_8B.config)
+    assert head.draft is not None
+    layer = parse_config(Fields("config.json", head.draft), "LlamaForCausalLM")
+    assert (layer.hidden_size, layer.num_layers, head.draft["draft_vocab_size"]) == (4096, 1, 32_064)
+    config = parse_config(Fields("config.json", own.config))
+    assert sum(map(prod, expected_shapes(config).values())) / 1e9 == pytest.approx(8.03, rel=0.005)
+    assert (len(config.attentions), config.spec.states) == (32, {})
+    assert config.spec.prediction is not None
+
+
+def test_a_head_drafts_the_first_tokens_and_of_them_text_alone(tmp_path: Path) -> None:
+    (_, head, _), _ = speculation("dry")
+    assert head.draft is not None
+    write_checkpoint(head.draft, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["d2t"].tolist() == [0] * 4112
+    logits = tensors["lm_head.weight"].float()
+    assert logits.shape == (4112, 64)
+    for rows, deviation in ((logits[:258], 0.001), (logits[258:], 0.02)):
+        assert rows.std().item() == pytest.approx(deviation, rel=0.05)
+    check_size(tmp_path, tensors)
 
 
 def test_prefill_counts_linear_maps_and_half_of_the_square() -> None:
@@ -107,6 +135,11 @@ def test_tensors_are_random_numbers_of_one_deviation(quantization: str | None, t
         assert scale.float().unique().tolist() == [pytest.approx(0.02 / 4.6, rel=0.01)]
         nibbles = torch.stack([(words >> 4 * i) & 15 for i in range(8)]).float() - 8
         assert nibbles.std().item() == pytest.approx(4.6, rel=0.02)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    header = int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    check_size(tmp_path, tensors)
+
+
+def check_size(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Checks that the file has the tensors and their header, which is aligned, and nothing else."""
+    size = (folder / "model.safetensors").stat().st_size
+    header = int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
     assert (header % 8, size) == (0, 8 + header + sum(tensor.nbytes for tensor in tensors.values()))

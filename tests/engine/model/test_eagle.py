@@ -17,7 +17,13 @@ from penstock.engine.fields import Fields
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.model.eagle import check_eagle, is_eagle, read_eagle
-from penstock.engine.model.eagle_weights import EagleFiles, check_eagle_tensors, eagle_specs, load_eagle
+from penstock.engine.model.eagle_weights import (
+    EagleFiles,
+    check_eagle_tensors,
+    eagle_specs,
+    eagle_tensors,
+    load_eagle,
+)
 from penstock.engine.model.parse import parse_config
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint, make_config
 from tests.engine.configs import with_spec, with_windows
@@ -106,6 +112,19 @@ def test_tensors_are_called_by_their_own_names(tmp_path: Path, prefix: str) -> N
 def test_an_embedding_as_wide_as_the_head(tmp_path: Path) -> None:
     folder = make_eagle(tmp_path, hidden=48, has_embedding=True)
     told_of(folder, "embed_tokens.weight", None, "tensor embed_tokens.weight is missing")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden": 48, "has_embedding": True}, {"num_drafted": VOCAB_SIZE}])
+def test_the_tensors_that_a_head_must_have_are_those_of_its_file(
+    tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    folder = make_eagle(tmp_path, **sizes)
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    written.pop("t2d", None)
+    must = {
+        name: tensor.known_shape for name, tensor in eagle_tensors(read_eagle(folder)) if not tensor.optional
+    }
+    assert must == written
 
 
 def told_of(folder: Path, name: str, tensor: torch.Tensor | None, told: str) -> None:

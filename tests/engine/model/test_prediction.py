@@ -17,7 +17,7 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.files import open_files
-from penstock.engine.model.prediction import find_prediction
+from penstock.engine.model.prediction import find_prediction, prediction_tensors
 from penstock.engine.model.quantize_cache import Checkpoint
 from penstock.engine.model.quantizing import Scheme, left_out, quantize
 from penstock.engine.model.stacks import unstacked
@@ -178,6 +178,24 @@ def find(folder: Path) -> dict[str, tuple[int, ...]]:
     source = find_prediction(Checkpoint(config, files, make_recipe(config, LoadOptions(), files)))
     assert source is not None
     return {name: source.files.entries[name].shape for name, _ in source.expected()}
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix", "shared"),
+    [("Qwen 3.5", "mtp.", ()), ("GLM-4.5", "model.layers.3.", ("embed_tokens", "shared_head.head"))],
+)
+def test_the_tensors_that_a_layer_must_have_are_those_of_its_files(
+    family: str, prefix: str, shared: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = make_predicting(family, tmp_path)
+    config, files = read_config(folder), load_file(folder / "model.safetensors")
+    own = {name: tuple(tensor.shape) for name, tensor in files.items() if name.startswith(prefix)}
+    for name in shared:  # which are the model's once more
+        del own[f"{prefix}{name}.weight"]
+    tensors = prediction_tensors(config, make_recipe(config, LoadOptions()))
+    assert {name: tensor.known_shape for name, tensor in tensors} == own
+    with_entries(folder, mtp_num_hidden_layers=0, num_nextn_predict_layers=0)
+    assert not [*prediction_tensors(read_config(folder), make_recipe(config, LoadOptions()))]
 
 
 def test_families_without_one(tmp_path: Path) -> None:
