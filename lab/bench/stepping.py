@@ -19,6 +19,7 @@ from penstock.engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.planning.setup import make_memory
 from penstock.engine.planning.step import OPEN, Plan
 from penstock.priority.queue import LaneQueue
 
@@ -76,9 +77,8 @@ class Stepper:
             max_num_seqs=len(requests),
             max_model_len=facts.max_model_len,
         )
-        return Scheduler(
-            queue, SequenceMemory(facts.num_blocks, facts.block_size), NoText(), limits, drafting
-        )
+        memory = make_memory(facts, prefix_cache=True, log=None)
+        return Scheduler(queue, memory, NoText(), limits, drafting)
 
 
 class Always(Drafting):
