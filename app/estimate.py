@@ -17,7 +17,7 @@ from penstock.engine.execution.memory import (
     fitting_draft,
     plan_memory,
 )
-from penstock.engine.kernels.cpu.native import PACKED, NativeUnavailable
+from penstock.engine.kernels.cpu.native import NATIVE_FORMATS, NativeUnavailable
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.kernels.select import check_native
 from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
@@ -96,7 +96,7 @@ def estimate(
     kernels = replace(
         kernels,
         kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device),
-        packs=PACKED if packs_on_cpu else kernels.packs,
+        packs=NATIVE_FORMATS if packs_on_cpu else kernels.packs,
         keeps_narrow=packs_on_cpu,
     )
     recipe = make_recipe(config, options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.cpu.library import Team
-from penstock.engine.kernels.cpu.linear import PACKED, PackedLinear
+from penstock.engine.kernels.cpu.linear import NATIVE_FORMATS, NativeLinear
 from penstock.engine.quant.formats import Rounding
 
 _WALKED_BYTES = 64e6
@@ -46,11 +46,11 @@ def measure_linear(
     return float(2.0 * rows * in_features * out_features / seconds / 1e9)
 
 
-def _packed(team: Team, weight: Tensor, kept: torch.dtype | Rounding) -> PackedLinear:
+def _packed(team: Team, weight: Tensor, kept: torch.dtype | Rounding) -> NativeLinear:
     if isinstance(kept, torch.dtype):
-        return PackedLinear(team, weight, None, kept)
-    assert isinstance(kept, PACKED)
-    return PackedLinear.of(team, kept.quantize(weight), kept, None)
+        return NativeLinear(team, weight, None, kept)
+    assert isinstance(kept, NATIVE_FORMATS)
+    return NativeLinear.of(team, kept.quantize(weight), kept, None)
 
 
 def measure_peak(team: Team, instruction: str) -> float:

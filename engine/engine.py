@@ -32,8 +32,8 @@ from penstock.engine.planning.request import Output
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import fit_limits, make_memory
-from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.state_records import StateUse
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.planning.timings import NO_SECONDS, DraftCount
 from penstock.engine.text.grammars import Grammars
 
@@ -79,7 +79,7 @@ class EngineStats:
 class _Flight:
     """A step that was launched and not waited for."""
 
-    plan: Plan
+    plan: StepPlan
     wait: Callable[[], StepResult]
     """Waits for the results of the step; raises the error of its launch, if that failed."""
     started_s: float
@@ -283,16 +283,16 @@ class Engine:
         if self._flights and self._facts.plain_ahead_s is not None and not plan.is_beside:
             self._land_but(scheduler, 0, plan)  # or else their tokens would wait for this step, too
             if scheduler.size.withdraw_ended(plan):
-                self._report(scheduler, Plan(), started)  # or else its memory would not be shown as free
+                self._report(scheduler, StepPlan(), started)  # or else its memory would not be shown as free
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
         if self._undelivered:
-            self._report(scheduler, Plan(), started)
+            self._report(scheduler, StepPlan(), started)
         self.last_progress_s = self._clock()
         if is_at_rest:
             self._rest(scheduler)
 
-    def _launch(self, scheduler: Scheduler, plan: Plan, now: float) -> bool:
+    def _launch(self, scheduler: Scheduler, plan: StepPlan, now: float) -> bool:
         """Returns False if the launch failed; the step is in flight all the same, and waiting for it says why."""
         self._num_steps += 1
         self._proven = False
@@ -306,7 +306,7 @@ class Engine:
         self._flights.append(_Flight(plan, step.wait, now))
         return True
 
-    def _limit(self, scheduler: Scheduler, plan: Plan) -> None:
+    def _limit(self, scheduler: Scheduler, plan: StepPlan) -> None:
         """Says which tokens a step may choose; where that depends on tokens in flight, these land first."""
         constrained = [c for c in plan.chunks if c.samples and c.sequence.request.sampling.is_guided]
         if constrained and self._masks is not None:
@@ -315,7 +315,12 @@ class Engine:
             plan.masks = self._masks.of(plan)
 
     def _land_but(
-        self, scheduler: Scheduler, num_left: int, planned: Plan | None = None, *, is_launching: bool = False
+        self,
+        scheduler: Scheduler,
+        num_left: int,
+        planned: StepPlan | None = None,
+        *,
+        is_launching: bool = False,
     ) -> None:
         """Waits for the steps in flight, but for the last so many of them.
 
@@ -326,7 +331,7 @@ class Engine:
         while len(self._flights) > num_left:
             self._land(scheduler, planned, is_launching=is_launching)
 
-    def _land(self, scheduler: Scheduler, planned: Plan | None, *, is_launching: bool) -> None:
+    def _land(self, scheduler: Scheduler, planned: StepPlan | None, *, is_launching: bool) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
         flight = self._flights.popleft()
         plan, error = flight.plan, None
@@ -338,7 +343,7 @@ class Engine:
             if isinstance(fault, OutOfMemory) and plan.num_tokens > 1 and not is_launching:
                 log.warning("a step of %d tokens found no room while it ran: %s", plan.num_tokens, fault)
                 self._give_up(scheduler, plan, planned)
-                self._report(scheduler, Plan(), self._clock())
+                self._report(scheduler, StepPlan(), self._clock())
                 return
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
             said = _NO_ROOM if isinstance(fault, OutOfMemory) else "the step failed"
@@ -350,7 +355,7 @@ class Engine:
         self._forget_departed(scheduler)
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
 
-    def _give_up(self, scheduler: Scheduler, plan: Plan, planned: Plan | None) -> None:
+    def _give_up(self, scheduler: Scheduler, plan: StepPlan, planned: StepPlan | None) -> None:
         """Has smaller steps compute what a step lacked memory for, and what was to follow the tokens of it."""
         plans = [plan]
         while self._flights:
@@ -371,7 +376,7 @@ class Engine:
         if scheduler.drafting is not None:
             scheduler.drafting.forget(departed)
 
-    def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
+    def _report(self, scheduler: Scheduler, plan: StepPlan, started: float, error: str | None = None) -> None:
         """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
         num_prefill, num_drafts = plan.num_prefill, plan.num_drafts
@@ -454,7 +459,7 @@ class Engine:
             log.exception("whoever is told of the state raised; going on")
 
 
-def _drafts(plan: Plan) -> dict[str, DraftCount]:
+def _drafts(plan: StepPlan) -> dict[str, DraftCount]:
     """Counts the drafts of a step that came back, by proposer."""
     found: dict[str, DraftCount] = {}
     for chunk in plan.chunks:

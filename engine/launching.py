@@ -10,12 +10,12 @@ from penstock.engine.planning.device import OutOfMemory, Runner, RunnerFacts, St
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import Scheduler
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 
 log = logging.getLogger("penstock.engine")
 
 
-def goes_beside(plan: Plan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
+def goes_beside(plan: StepPlan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
     """Returns whether the next step is to be planned while this one runs."""
     longest_s = facts.plain_ahead_s
     if longest_s is None or not facts.num_ahead:
@@ -26,7 +26,7 @@ def goes_beside(plan: Plan, scheduler: Scheduler, facts: RunnerFacts) -> bool:
 
 
 def launch_fitting(
-    runner: Runner, scheduler: Scheduler, plan: Plan, limit: Callable[[], None] = lambda: None
+    runner: Runner, scheduler: Scheduler, plan: StepPlan, limit: Callable[[], None] = lambda: None
 ) -> StepInFlight:
     """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
 
@@ -60,7 +60,7 @@ def launch_fitting(
     return _NoStep()
 
 
-def _make_drafts(runner: Runner, drafting: Drafting, plan: Plan) -> None:
+def _make_drafts(runner: Runner, drafting: Drafting, plan: StepPlan) -> None:
     """Has the draft model make the drafts of a plan that are open; if it fails, the plan goes on without them.
 
     They may be open still when the plan is launched: the host does not wait for what only the device has to know.
@@ -85,7 +85,7 @@ class _NoStep:
         return StepResult([])
 
 
-def step_load(scheduler: Scheduler, plan: Plan, duration_s: float) -> StepLoad:
+def step_load(scheduler: Scheduler, plan: StepPlan, duration_s: float) -> StepLoad:
     """Returns the work of a step that took so long, and what the engine has after it."""
     num_prefill = plan.num_prefill
     return StepLoad(

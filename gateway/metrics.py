@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason
-from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import ExpertUse
 from penstock.engine.planning.timings import Timings
 from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric

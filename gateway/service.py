@@ -17,7 +17,7 @@ from math import inf
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.embedding import Embedding
 from penstock.engine.planning.report import StepReport
-from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.state_records import StateUse
 from penstock.engine.text.grammars import Grammars
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client

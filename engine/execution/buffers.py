@@ -15,7 +15,7 @@ class StepBuffers:
     """The memory that a captured step reads and writes.
 
     Attributes:
-        sample_slots: [num_rows] int32: the slots of the rows that tokens are chosen from; of a decode step, all slots.
+        sample_seats: [num_rows] int32: the seats of the rows that tokens are chosen from; of a decode step, all seats.
         sample_rows: [num_rows] int32: of a step that verifies drafts, see Verification.
         numbers: [num_rows] int32, see StepInputs.
         logits: [num_rows, vocab]
@@ -29,38 +29,38 @@ class StepBuffers:
         Args:
             num_rows: of logits in a step, which has no more sequences than that.
         """
-        self.sample_slots = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-        self.sample_rows = torch.zeros_like(self.sample_slots)
-        self.numbers = torch.zeros_like(self.sample_slots)
+        self.sample_seats = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        self.sample_rows = torch.zeros_like(self.sample_seats)
+        self.numbers = torch.zeros_like(self.sample_seats)
         self.logits = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
-        self.token_ids = torch.zeros_like(self.sample_slots)
+        self.token_ids = torch.zeros_like(self.sample_seats)
         num_words = part_starts([num_rows, num_rows + 1, max_tokens])[-1]
         self._step = torch.zeros(num_words, dtype=torch.int32, device=device)
-        """The slots, starts and token ids of a mixed step, one after another."""
+        """The seats, starts and token ids of a mixed step, one after another."""
         self._shown: Tensor | None = None
-        """The tensor whose content `sample_slots` has."""
+        """The tensor whose content `sample_seats` has."""
 
     def step_tokens(self, shape: StepShape, num_blocks: int) -> StepTokens:
         """The part of the memory in which a mixed step of that shape lies."""
         sizes = [shape.num_sequences, shape.num_sequences + 1, shape.num_tokens]
-        slots, starts, token_ids = cut(self._step, sizes)
-        return StepTokens(slots, starts, token_ids, num_blocks, shape.max_query_len)
+        seats, starts, token_ids = cut(self._step, sizes)
+        return StepTokens(seats, starts, token_ids, num_blocks, shape.max_query_len)
 
     def show(self, shape: StepShape, placed: Placed, verification: Verification | None) -> None:
         """Copies a step's inputs to where the graphs of its shape read them; a decode step like the last is there."""
         if not shape.is_decode:
             own, sent = self.step_tokens(shape, 0), placed.tokens
-            own.slots.copy_(sent.slots)
+            own.seats.copy_(sent.seats)
             own.query_starts.copy_(sent.query_starts)
             own.token_ids.copy_(sent.token_ids)
         if verification is not None:
             self.sample_rows[: shape.num_rows].copy_(verification.rows)
             self.numbers[: shape.num_rows].copy_(verification.numbers)
         else:
-            self.show_slots(placed.sample_slots)
+            self.show_seats(placed.sample_seats)
 
-    def show_slots(self, slots: Tensor) -> None:
-        """Copies the slots of rows to where the graphs that choose their tokens read them."""
-        if self._shown is not slots:
-            self.sample_slots[: slots.numel()].copy_(slots)
-            self._shown = slots
+    def show_seats(self, seats: Tensor) -> None:
+        """Copies the seats of rows to where the graphs that choose their tokens read them."""
+        if self._shown is not seats:
+            self.sample_seats[: seats.numel()].copy_(seats)
+            self._shown = seats

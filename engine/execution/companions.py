@@ -20,7 +20,7 @@ from penstock.engine.execution.memory import (
     tensor_bytes,
     weight_bytes,
 )
-from penstock.engine.kernels.cpu.native import NativeUnavailable, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeLinear, NativeUnavailable
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels, reference_kernels
@@ -106,7 +106,7 @@ def _native(
     if target.kernels.team is None:
         return None
     assert isinstance(decoder, NativeDecoder)
-    assert isinstance(lm_head, PackedLinear)
+    assert isinstance(lm_head, NativeLinear)
     return NativeDraft(target.kernels.team, decoder, lm_head, target.table, target.sampler.tables, drafted)
 
 

@@ -25,7 +25,7 @@ from penstock.engine.execution.uploads import send_apart
 from penstock.engine.execution.verification import Verification
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
@@ -57,7 +57,7 @@ class MadeDrafts:
         self.put_tokens = token_ids
         """[M] int32: these drafts, one sequence's after another's."""
 
-    def put(self, plan: Plan, step_tokens: Tensor, verification: Verification) -> None:
+    def put(self, plan: StepPlan, step_tokens: Tensor, verification: Verification) -> None:
         """Puts the drafts of the chunks that are open where the step reads them.
 
         Args:
@@ -108,9 +108,9 @@ class Drafter:
         self,
         model: LoadedModel,
         seats: Seats,
-        launch: Callable[[Plan], DraftPass],
+        launch: Callable[[StepPlan], DraftPass],
         max_tokens: int,
-        go_on: Callable[[Plan], DraftPass] | None = None,
+        go_on: Callable[[StepPlan], DraftPass] | None = None,
     ) -> None:
         self.model = model
         self._seats = seats
@@ -125,11 +125,11 @@ class Drafter:
         """Drafts for the next step to be launched."""
 
     @torch.inference_mode()
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         """See `planning.device.Runner`."""
         self._made = None
         asked = [chunk for chunk in plan.chunks if chunk.is_open]
-        seated = [chunk for chunk in asked if self._seats.slot_of(chunk.sequence) is not None]
+        seated = [chunk for chunk in asked if self._seats.number_of(chunk.sequence) is not None]
         lengths = {chunk.sequence: len(chunk.drafts) for chunk in seated}
         chunks = self._kv.begin(lengths)
         counts = [lengths[chunk.sequence] for chunk in chunks if chunk.samples]
@@ -146,7 +146,7 @@ class Drafter:
             self._kv.end(chunk, drafts)
         return [found.get(chunk.sequence, []) for chunk in asked]
 
-    def take(self, plan: Plan) -> MadeDrafts | None:
+    def take(self, plan: StepPlan) -> MadeDrafts | None:
         """The drafts that were left on the device for a plan, if it has chunks that are open."""
         made, self._made = self._made, None
         return made if any(chunk.is_open for chunk in plan.chunks) else None
@@ -190,12 +190,12 @@ class Drafter:
             step.choose()
             yield step
 
-    def _make_natively(self, native: NativeDraft, plan: Plan, counts: list[int]) -> list[list[int]]:
+    def _make_natively(self, native: NativeDraft, plan: StepPlan, counts: list[int]) -> list[list[int]]:
         """The drafts that `_make` makes, from one native call for all passes."""
         try:
             seats = self._seats.seated(plan)
             assert seats is not None
-            asked = self.model.sampler.filters(seat.slot for seat in seats[: len(counts)])
+            asked = self.model.sampler.filters(seat.number for seat in seats[: len(counts)])
             made = native(self._seats.table_step(plan, seats), counts, asked)
         except Exception:
             self._seats.distrust(plan)
@@ -208,11 +208,11 @@ class Drafter:
     def _counts_kept(self, chunks: list[DraftChunk]) -> Iterator[None]:
         """Choosing counts tokens for the penalties of the next; drafts are not to be counted when they are over."""
         penalised = [c.sequence for c in chunks if c.samples and has_penalties(c.sequence.request.sampling)]
-        slots = [slot for sequence in penalised if (slot := self._seats.slot_of(sequence)) is not None]
-        if not slots:
+        seats = [seat for sequence in penalised if (seat := self._seats.number_of(sequence)) is not None]
+        if not seats:
             yield
             return
-        counts, (rows,) = self.model.sampler.tables.counts, send_apart([slots], self.model.device)
+        counts, (rows,) = self.model.sampler.tables.counts, send_apart([seats], self.model.device)
         before = counts.index_select(0, rows)
         try:
             yield
@@ -220,8 +220,8 @@ class Drafter:
             counts.index_copy_(0, rows.long(), before)
 
 
-def _plan_of(chunks: list[DraftChunk]) -> Plan:
-    return Plan([*chunks], num_tokens=sum(chunk.num_tokens for chunk in chunks))
+def _plan_of(chunks: list[DraftChunk]) -> StepPlan:
+    return StepPlan([*chunks], num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def _finite(tokens: list[int]) -> list[int]:

@@ -9,11 +9,11 @@ import torch
 
 from penstock.engine.execution.seats import Seats
 from penstock.engine.planning.device import DeviceError, OutOfMemory
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 
 
 @contextmanager
-def told(plan: Plan, seats: Seats, device: torch.device) -> Iterator[None]:
+def told(plan: StepPlan, seats: Seats, device: torch.device) -> Iterator[None]:
     """Raises the errors of a plan in planning's terms; the state of its sequences is sent to the device again.
 
     Raises:

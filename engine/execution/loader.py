@@ -217,11 +217,11 @@ def _tables(
     config: ModelConfig, kernels: Kernels, options: LoadOptions, max_model_len: int
 ) -> tuple[SequenceTable, Sampler, StepBuffers | None]:
     """Returns the tables and buffers of the running sequences that steps keep on the device."""
-    num_slots, device = options.max_num_seqs, kernels.device
+    num_seats, device = options.max_num_seqs, kernels.device
     num_tables = len(KVLayout.of(config, options.block_size).windows)
     max_blocks = -(-max_model_len // options.block_size) * num_tables
-    table = SequenceTable(num_slots, max_blocks, options.block_size, device, num_tables)
-    sampler = Sampler(num_slots, config.vocab_size, config.eos_token_ids, device, kernels.choose)
+    table = SequenceTable(num_seats, max_blocks, options.block_size, device, num_tables)
+    sampler = Sampler(num_seats, config.vocab_size, config.eos_token_ids, device, kernels.choose)
     if not (kernels.is_static and options.cuda_graphs):
         return table, sampler, None
     dtype, most = kernels.activation_dtype, options.max_batch_tokens

@@ -19,9 +19,9 @@ from penstock.engine.execution.landing import NOT_FINITE, num_right
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.seats import Seats
 from penstock.engine.execution.state_slots import state_words
-from penstock.engine.kernels.cpu.native import NativeChoose, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeChoose, NativeLinear
 from penstock.engine.planning.chunks import is_plain
-from penstock.engine.planning.step import Plan, Sampled, StepResult
+from penstock.engine.planning.step import Sampled, StepPlan, StepResult
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.native_steps import NativeStep, NativeSteps
 from penstock.engine.sampling.sampler import Sampler, has_penalties
@@ -48,13 +48,13 @@ class PlainSteps:
     def of(cls, model: LoadedModel, seats: Seats) -> PlainSteps | None:
         """None if something of a step needs the host."""
         team, decoder, lm_head = model.kernels.team, model.decoder, model.lm_head
-        if team is None or not isinstance(decoder, NativeDecoder) or not isinstance(lm_head, PackedLinear):
+        if team is None or not isinstance(decoder, NativeDecoder) or not isinstance(lm_head, NativeLinear):
             return None
         tables = model.sampler.tables
         native = NativeSteps(team, decoder, lm_head, NativeChoose(team), model.table, tables)
         return cls(model.sampler, native, seats, model.expert_counts, has_states=model.states is not None)
 
-    def launch(self, plan: Plan) -> PlainStepInFlight | None:
+    def launch(self, plan: StepPlan) -> PlainStepInFlight | None:
         """Launches a plain step, or runs it if the host is not to go on meanwhile.
 
         Returns:
@@ -62,7 +62,7 @@ class PlainSteps:
         """
         with told(plan, self._seats, _CPU):
             seats = self._seats.seated(plan) if _is_whole(plan) else None
-            filters = self._sampler.filters(seat.slot for seat in seats or ())
+            filters = self._sampler.filters(seat.number for seat in seats or ())
             if seats is None or filters.sifted:
                 plan.is_beside = False
                 self.drain()
@@ -88,7 +88,7 @@ class PlainStepInFlight:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StepPlan,
         launched: NativeStep | list[int],
         drafts: ListLike[ListLike[int]],
         seats: Seats,
@@ -119,7 +119,7 @@ class PlainStepInFlight:
         return StepResult(sampled, experts=experts)
 
 
-def _is_whole(plan: Plan) -> bool:
+def _is_whole(plan: StepPlan) -> bool:
     """Penalties of a sequence with drafts look at its right rows, one after another."""
     return is_plain(plan) and not any(
         chunk.drafts and has_penalties(chunk.sequence.request.sampling) for chunk in plan.chunks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.sampling.reference import logprobs_of
 
 
@@ -33,7 +33,7 @@ class PromptRows:
     Logits are made of as many rows at a time as there is memory for, and the wanted results are taken at once.
     """
 
-    def __init__(self, plan: Plan, num_logits: int) -> None:
+    def __init__(self, plan: StepPlan, num_logits: int) -> None:
         self._num_logits = num_logits
         self._scored: list[tuple[int, int]] = []
         self._pooled: list[int] = []
@@ -53,7 +53,7 @@ class PromptRows:
         self._words = torch.tensor([*scoring, *pooling, *targets], dtype=torch.int32)
 
     @classmethod
-    def of(cls, plan: Plan, num_logits: int) -> PromptRows | None:
+    def of(cls, plan: StepPlan, num_logits: int) -> PromptRows | None:
         """The rows of a plan, with memory for `num_logits` rows of logits; None if nothing of any prompt is wanted."""
         in_prompts = (chunk for chunk in plan.chunks if chunk.start < chunk.sequence.num_prompt_tokens)
         return cls(plan, num_logits) if any(chunk.scored or chunk.pooled for chunk in in_prompts) else None

@@ -45,7 +45,7 @@ from penstock.engine.model.weights import Progress
 from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import OPEN, Chunk, Plan, StepResult
+from penstock.engine.planning.step import OPEN, Chunk, StepPlan, StepResult
 from penstock.engine.sampling.reference import logprobs_of
 from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters
 from penstock.engine.sizes import size_text
@@ -98,7 +98,7 @@ class ModelRunner:
         self._steps.prepare(self._make_device(model), self._progress)
         return facts_of(model, self._num_ahead, runs_plain=self._steps.plain is not None)
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         steps = self.steps
         assert steps.drafter is not None
         if steps.plain is not None:
@@ -106,7 +106,7 @@ class ModelRunner:
         # A step that is one native call takes its drafts from the host.
         return steps.drafter.draft(plan, may_stay=may_stay and steps.plain is None)
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         steps = self.steps
         plain = None if steps.plain is None else steps.plain.launch(plan)
         return plain or steps.launch(plan)
@@ -172,7 +172,7 @@ class Steps:
             )
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launches a step kernel by kernel, or as a graph; see `planning.device.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
@@ -200,7 +200,7 @@ class Steps:
             if self.drafter is not None:
                 self.drafter.forget(sequence)
 
-    def wanted(self, plan: Plan, verification: Verification | None) -> list[Wanted]:
+    def wanted(self, plan: StepPlan, verification: Verification | None) -> list[Wanted]:
         """The results that each chunk of a step is to bring; a chunk that does not sample brings none."""
         return [
             Wanted(
@@ -214,11 +214,11 @@ class Steps:
             if chunk.samples
         ]
 
-    def faults(self, plan: Plan) -> AbstractContextManager[None]:
+    def faults(self, plan: StepPlan) -> AbstractContextManager[None]:
         return told(plan, self.seats, self.model.device)
 
     def _pass(
-        self, plan: Plan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
+        self, plan: StepPlan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
@@ -236,18 +236,18 @@ class Steps:
         hidden, found = prompts.run(model, inputs.batch)
         return model.lm_head(hidden), numbers, found
 
-    def _verification(self, plan: Plan, placed: Placed, shape: StepShape) -> Verification:
-        slots = [seat.slot for seat in placed.seats]
-        return Verification(plan, slots, shape.num_rows, self.model.device)
+    def _verification(self, plan: StepPlan, placed: Placed, shape: StepShape) -> Verification:
+        seats = [seat.number for seat in placed.seats]
+        return Verification(plan, seats, shape.num_rows, self.model.device)
 
-    def _captured(self, plan: Plan, shape: StepShape) -> StepShape | None:
+    def _captured(self, plan: StepPlan, shape: StepShape) -> StepShape | None:
         """The shape of the graph that serves a step; None if there is none."""
         captured, states = self.passes.covering(shape), self.state_buffers
         has_room = captured is None or states is None or states.hold(captured, plan.chunks)
         return captured if has_room else None
 
     def _replay(
-        self, plan: Plan, shape: StepShape, placed: Placed, verification: Verification | None
+        self, plan: StepPlan, shape: StepShape, placed: Placed, verification: Verification | None
     ) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
         assert buffers is not None
@@ -277,8 +277,8 @@ class Steps:
     def _captured_pass(self, buffers: StepBuffers, shape: StepShape) -> None:
         model = self.model
         if shape.is_decode:
-            slots = buffers.sample_slots[: shape.num_sequences]
-            tokens = self.seats.decode_tokens(slots, model.table.max_blocks)
+            seats = buffers.sample_seats[: shape.num_sequences]
+            tokens = self.seats.decode_tokens(seats, model.table.max_blocks)
         else:
             tokens = buffers.step_tokens(shape, model.table.max_blocks)
         inputs = model.kernels.gather(model.table, tokens)
@@ -293,16 +293,16 @@ class Steps:
 
     def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
         rows = slice(shape.num_rows)
-        slots = buffers.sample_slots[rows]
+        seats = buffers.sample_seats[rows]
         numbers = buffers.numbers[rows]
-        buffers.token_ids[rows] = self.choose(buffers.logits[rows], slots, numbers, None, filters)
+        buffers.token_ids[rows] = self.choose(buffers.logits[rows], seats, numbers, None, filters)
 
     def choose(
-        self, logits: Tensor, slots: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
+        self, logits: Tensor, seats: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
     ) -> Tensor:
         """Token ids [R] of rows of logits; the table keeps them for the next step."""
-        token_ids = self.model.sampler.sample(logits, slots, numbers, filters, masks)
-        self.model.table.last_tokens[slots.long()] = token_ids
+        token_ids = self.model.sampler.sample(logits, seats, numbers, filters, masks)
+        self.model.table.last_tokens[seats.long()] = token_ids
         return token_ids
 
     def _warm_up(self) -> None:
@@ -322,19 +322,19 @@ class Steps:
         if model.options.max_rows > 1 and model.options.max_drafts:
             chunks.append(Chunk(sequence, 0, 2, samples=True, drafts=[0]))
         for chunk in chunks:
-            step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
+            step = self.launch(StepPlan([chunk], num_tokens=chunk.num_tokens))
             step.choose()
             step.wait()
         if self.drafter is not None:
             open_chunk = Chunk(sequence, len(prompt) - 1, 3, samples=True, drafts=[OPEN, OPEN])
-            self.drafter.draft(Plan([open_chunk], num_tokens=3), may_stay=False)
+            self.drafter.draft(StepPlan([open_chunk], num_tokens=3), may_stay=False)
         self.forget([sequence])
         for filters in self.choices:
             self.choices[filters].run(StepShape(1, 1, 1, True, 1))
 
-    def _seat(self, slot: int, sequence: Sequence) -> None:
+    def _seat(self, seat: int, sequence: Sequence) -> None:
         try:
-            self.model.sampler.assign(slot, sequence)
+            self.model.sampler.assign(seat, sequence)
         except ValueError as error:
             self._refused[sequence] = str(error)
 
@@ -344,7 +344,7 @@ class LaunchedStep:
     """A step whose pass was launched; see `planning.device.StepInFlight`."""
 
     steps: Steps
-    plan: Plan
+    plan: StepPlan
     placed: Placed
     captured: StepShape | None
     """The shape of the graph that was replayed, if one was."""
@@ -411,7 +411,7 @@ class LaunchedStep:
 
     def _filters(self) -> Filters:
         return self.steps.model.sampler.filters(
-            seat.slot for seat, c in zip(self.placed.seats, self.plan.chunks, strict=True) if c.samples
+            seat.number for seat, c in zip(self.placed.seats, self.plan.chunks, strict=True) if c.samples
         )
 
     def _choose(self, wanted: list[Wanted]) -> Chosen:
@@ -429,19 +429,19 @@ class LaunchedStep:
             choose = partial(self._choose_by_kernels, len(order), filters, masks)
         else:
             return Chosen(self.numbers)
-        token_ids = choose(self.placed.sample_slots) if verification is None else verification.run(choose)
+        token_ids = choose(self.placed.sample_seats) if verification is None else verification.run(choose)
         return Chosen(token_ids, asking, tell(token_ids), scores)
 
     def _choose_by_kernels(
-        self, num_rows: int, filters: Filters, masks: Tensor | None, slots: Tensor
+        self, num_rows: int, filters: Filters, masks: Tensor | None, seats: Tensor
     ) -> Tensor:
         rows = slice(num_rows)
-        return self.steps.choose(self.logits[rows], slots[rows], self.numbers[rows], masks, filters)
+        return self.steps.choose(self.logits[rows], seats[rows], self.numbers[rows], masks, filters)
 
-    def _choose_by_graph(self, num_rows: int, filters: Filters, slots: Tensor) -> Tensor:
+    def _choose_by_graph(self, num_rows: int, filters: Filters, seats: Tensor) -> Tensor:
         steps, buffers = self.steps, self.steps.buffers
         assert buffers is not None
-        buffers.show_slots(slots)
+        buffers.show_seats(seats)
         shape = StepShape(num_rows, num_rows, 1, True, num_rows)
         steps.choices[Filters(filters.top_k, filters.top_p)].run(shape)
         return buffers.token_ids[:num_rows]

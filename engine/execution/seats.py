@@ -1,7 +1,7 @@
-"""Seats: the slot of the device's table that each running sequence has, and the data that the host sends for a step.
+"""Seats: the row of the device's table that each running sequence has, and the data that the host sends for a step.
 
 A decode step, in which every sequence computes the token that it sampled last, needs nothing from the host but its
-slots, and not even the slots if they are the same as in the step before: tokens, lengths and block tables are in the
+seats, and not even the seats if they are the same as in the step before: tokens, lengths and block tables are in the
 table, and each step leaves them there as the next one needs them. The host remembers the words that it sent and that
 the launched steps will have written, and sends only the difference.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens, TableStep
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StepShape:
     """See `Batch`; 0 for the shape of a graph."""
 
     @classmethod
-    def of(cls, plan: Plan) -> StepShape:
+    def of(cls, plan: StepPlan) -> StepShape:
         num = len(plan.chunks)
         if plan.num_tokens == num:
             return cls(num, num, 1, False not in [chunk.samples for chunk in plan.chunks], num)
@@ -63,11 +63,12 @@ class StepShape:
 
 @dataclass(slots=True)
 class Seat:
-    """A sequence's slot, and the slot's content after the steps launched so far, as far as the host knows."""
+    """A sequence's seat, and what its row has after the steps launched so far, as far as the host knows."""
 
-    slot: int
+    number: int
+    """The row of the table."""
     length: int = -1
-    """Tokens whose KV is written; -1 if nothing of the slot is known but the token sampled last."""
+    """Tokens whose KV is written; -1 if nothing of the row is known but the token sampled last."""
     sampled_at: int = -1
     """The position of the token that was sampled last, if its value is in the table; else -1."""
     blocks: list[int] = field(default_factory=list)
@@ -75,13 +76,13 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A step whose sequences have their slots, and whose inputs are on the device."""
+    """A step whose sequences have their seats, and whose inputs are on the device."""
 
     seats: list[Seat]
     """By chunk."""
     tokens: StepTokens
-    sample_slots: Tensor
-    """[num_rows] int32: the slot of each sequence that samples, -1 for the others and for padding."""
+    sample_seats: Tensor
+    """[num_rows] int32: the seat of each sequence that samples, -1 for the others and for padding."""
     copies: tuple[Tensor, Tensor] | None
     """Blocks to be copied first: sources and targets."""
 
@@ -91,8 +92,8 @@ class Seats:
 
     Args:
         table: is on its device.
-        on_seat: is called with a slot and the sequence that has it from the next step on.
-        on_leave: is called with a slot that no sequence has any more.
+        on_seat: is called with a seat and the sequence that has it from the next step on.
+        on_leave: is called with a seat that no sequence has any more.
     """
 
     def __init__(
@@ -103,29 +104,29 @@ class Seats:
         on_leave: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.table = table
-        device, num_slots = table.words.device, table.num_rows - 1
+        device, num_seats = table.words.device, table.num_rows - 1
         self._on_seat, self._on_leave = on_seat, on_leave
         self._seat_of: dict[Sequence, Seat] = {}
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_seats)))
         self._decode_starts = torch.arange(table.num_rows, dtype=torch.int32, device=device)
-        self._decode_tokens = torch.full((num_slots,), FROM_TABLE, dtype=torch.int32, device=device)
-        self._last_slots: list[int] = []
-        self._last_slot_tensor = torch.zeros(0, dtype=torch.int32, device=device)
+        self._decode_tokens = torch.full((num_seats,), FROM_TABLE, dtype=torch.int32, device=device)
+        self._last_seats: list[int] = []
+        self._last_seat_tensor = torch.zeros(0, dtype=torch.int32, device=device)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence ended or gave way: its slot is free. A step in flight may still use it."""
+        """The sequence ended or gave way: its seat is free. A step in flight may still use it."""
         seat = self._seat_of.pop(sequence, None)
         if seat is not None:
-            self._free.append(seat.slot)
-            self._on_leave(seat.slot)
+            self._free.append(seat.number)
+            self._on_leave(seat.number)
 
-    def slot_of(self, sequence: Sequence) -> int | None:
-        """The sequence's slot; None before its first step, and after it gave way."""
+    def number_of(self, sequence: Sequence) -> int | None:
+        """The sequence's seat, by number; None before its first step, and after it gave way."""
         seat = self._seat_of.get(sequence)
-        return None if seat is None else seat.slot
+        return None if seat is None else seat.number
 
-    def place(self, plan: Plan, shape: StepShape) -> Placed:
-        """Gives every sequence of a plan its slot, and sends the data that the device lacks.
+    def place(self, plan: StepPlan, shape: StepShape) -> Placed:
+        """Gives every sequence of a plan its seat, and sends the data that the device lacks.
 
         Args:
             shape: the step's own, or a larger one that it is padded to.
@@ -136,20 +137,20 @@ class Seats:
         place = self._place_decode if shape.is_decode else self._place_mixed
         return place(plan, shape, seats, changes)
 
-    def seated(self, plan: Plan) -> list[Seat] | None:
+    def seated(self, plan: StepPlan) -> list[Seat] | None:
         """The seats of a plan's sequences; None if one has none yet."""
         seats = [seat for chunk in plan.chunks if (seat := self._seat_of.get(chunk.sequence)) is not None]
         return seats if len(seats) == len(plan.chunks) else None
 
-    def table_step(self, plan: Plan, seats: ListLike[Seat]) -> TableStep:
+    def table_step(self, plan: StepPlan, seats: ListLike[Seat]) -> TableStep:
         """Makes a step of a plan whose sequences have these seats, and which the caller is to run or launch."""
-        is_decode, slots = StepShape.of(plan).is_decode, [seat.slot for seat in seats]
+        is_decode, numbers = StepShape.of(plan).is_decode, [seat.number for seat in seats]
         changes = self._changes(plan, seats, is_decode=is_decode)
-        num = len(slots)
+        num = len(numbers)
         token_ids, starts = ([FROM_TABLE] * num, range(num + 1)) if is_decode else _token_ids(plan.chunks)
-        return TableStep(slots, starts, token_ids, _most_blocks(plan), changes.places, changes.values)
+        return TableStep(numbers, starts, token_ids, _most_blocks(plan), changes.places, changes.values)
 
-    def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
+    def note_launched(self, plan: StepPlan, seats: ListLike[Seat]) -> None:
         """Notes that the step is on its way: from now on the device is supposed to know its changes."""
         for seat, chunk in zip(seats, plan.chunks, strict=True):
             seat.length = chunk.start + chunk.num_tokens
@@ -165,20 +166,20 @@ class Seats:
         for seat in seats:
             seat.sampled_at = -1
 
-    def distrust(self, plan: Plan) -> None:
+    def distrust(self, plan: StepPlan) -> None:
         """The step's launch failed before it sampled: it is unknown how far it came."""
-        self._last_slots = []
+        self._last_seats = []
         for chunk in plan.chunks:
             seat = self._seat_of.get(chunk.sequence)
             if seat is not None:
                 seat.length, seat.blocks = -1, []
 
-    def decode_tokens(self, slots: Tensor, num_blocks: int) -> StepTokens:
-        """A decode step over these slots, padding included."""
-        num = slots.numel()
-        return StepTokens(slots, self._decode_starts[: num + 1], self._decode_tokens[:num], num_blocks, 1)
+    def decode_tokens(self, seats: Tensor, num_blocks: int) -> StepTokens:
+        """A decode step over these seats, padding included."""
+        num = seats.numel()
+        return StepTokens(seats, self._decode_starts[: num + 1], self._decode_tokens[:num], num_blocks, 1)
 
-    def _changes(self, plan: Plan, seats: ListLike[Seat], *, is_decode: bool) -> _Changes:
+    def _changes(self, plan: StepPlan, seats: ListLike[Seat], *, is_decode: bool) -> _Changes:
         changes = _Changes(self.table)
         for seat, chunk in zip(seats, plan.chunks, strict=True):
             # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
@@ -189,38 +190,38 @@ class Seats:
 
     def _seat(self, sequence: Sequence) -> Seat:
         seat = self._seat_of[sequence] = Seat(self._free.pop())
-        self._on_seat(seat.slot, sequence)
+        self._on_seat(seat.number, sequence)
         return seat
 
-    def _place_decode(self, plan: Plan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
-        slots = [seat.slot for seat in seats]
-        slots += repeat(-1, shape.num_rows - len(slots))
-        is_known, copies = slots == self._last_slots, None
+    def _place_decode(self, plan: StepPlan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
+        numbers = [seat.number for seat in seats]
+        numbers += repeat(-1, shape.num_rows - len(numbers))
+        is_known, copies = numbers == self._last_seats, None
         if not is_known or changes.places or plan.copies:
-            (sent,), copies = self._send(plan, changes, [[] if is_known else slots])
+            (sent,), copies = self._send(plan, changes, [[] if is_known else numbers])
             if not is_known:
-                self._last_slots, self._last_slot_tensor = slots, sent
-        rows = self._last_slot_tensor
+                self._last_seats, self._last_seat_tensor = numbers, sent
+        rows = self._last_seat_tensor
         tokens = self.decode_tokens(rows[: shape.num_sequences], _most_blocks(plan))
-        return Placed(seats=seats, tokens=tokens, sample_slots=rows, copies=copies)
+        return Placed(seats=seats, tokens=tokens, sample_seats=rows, copies=copies)
 
-    def _place_mixed(self, plan: Plan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
+    def _place_mixed(self, plan: StepPlan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
         token_ids, starts = _token_ids(plan.chunks)
-        slots = [seat.slot for seat in seats]
-        samples = [slot if c.samples else -1 for slot, c in zip(slots, plan.chunks, strict=True)]
-        num_padding = shape.num_sequences - len(slots)
-        slots += repeat(-1, num_padding)
+        numbers = [seat.number for seat in seats]
+        samples = [number if c.samples else -1 for number, c in zip(numbers, plan.chunks, strict=True)]
+        num_padding = shape.num_sequences - len(numbers)
+        numbers += repeat(-1, num_padding)
         starts += repeat(starts[-1], num_padding)
         token_ids += repeat(0, shape.num_tokens - len(token_ids))
         samples += repeat(-1, shape.num_rows - len(samples))
-        sent, copies = self._send(plan, changes, [slots, starts, token_ids, samples])
-        slots_sent, starts_sent, tokens_sent, samples_sent = sent
+        sent, copies = self._send(plan, changes, [numbers, starts, token_ids, samples])
+        seats_sent, starts_sent, tokens_sent, samples_sent = sent
         lengths = shape.max_query_len, shape.min_query_len
-        tokens = StepTokens(slots_sent, starts_sent, tokens_sent, _most_blocks(plan), *lengths)
-        return Placed(seats=seats, tokens=tokens, sample_slots=samples_sent, copies=copies)
+        tokens = StepTokens(seats_sent, starts_sent, tokens_sent, _most_blocks(plan), *lengths)
+        return Placed(seats=seats, tokens=tokens, sample_seats=samples_sent, copies=copies)
 
     def _send(
-        self, plan: Plan, changes: _Changes, parts: list[list[int]]
+        self, plan: StepPlan, changes: _Changes, parts: list[list[int]]
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """The parts on the device, and the block copies; the table is changed."""
         sources, targets = [source for source, _ in plan.copies], [target for _, target in plan.copies]
@@ -242,18 +243,18 @@ class _Changes:
 
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
         """Notes the words of a sequence's next step that the table lacks."""
-        sequence, slot, table = chunk.sequence, seat.slot, self._table
+        sequence, number, table = chunk.sequence, seat.number, self._table
         if seat.length < 0:
-            self._set(table.prompt_lens_at + slot, [sequence.num_prompt_tokens])
+            self._set(table.prompt_lens_at + number, [sequence.num_prompt_tokens])
         if seat.length != chunk.start:
-            self._set(slot, [chunk.start])
+            self._set(number, [chunk.start])
         if is_decode and seat.sampled_at != chunk.start:
-            self._set(table.last_tokens_at + slot, [sequence.token_ids[chunk.start]])
+            self._set(table.last_tokens_at + number, [sequence.token_ids[chunk.start]])
         blocks, known = sequence.block_table, seat.blocks
         if blocks != known:
             pairs = enumerate(zip(blocks, known, strict=False))
             num_same = next((i for i, (a, b) in pairs if a != b), min(len(blocks), len(known)))
-            first = table.block_tables_at + slot * table.max_blocks
+            first = table.block_tables_at + number * table.max_blocks
             self._set(first + num_same, blocks[num_same:])
             seat.blocks = list(blocks)
 
@@ -278,5 +279,5 @@ def _token_ids(chunks: ListLike[Chunk]) -> tuple[list[int], list[int]]:
     return token_ids, starts
 
 
-def _most_blocks(plan: Plan) -> int:
+def _most_blocks(plan: StepPlan) -> int:
     return max([len(chunk.sequence.block_table) for chunk in plan.chunks])

@@ -10,7 +10,7 @@ import torch
 from penstock.engine.execution.seats import StepShape
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.state_records import ChunkState
 from penstock.engine.planning.step import Chunk
 
 MOST_SAVES = 32

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.execution.uploads import send_apart
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.sampling.sampler import has_penalties
 
 ChooseRows = Callable[[Tensor], Tensor]
-"""Slots [R] int32, -1 for rows that are not to be sampled -> token ids [R] int32."""
+"""Seats [R] int32, -1 for rows that are not to be sampled -> token ids [R] int32."""
 
 
 class Verification:
@@ -30,22 +30,22 @@ class Verification:
         order: [R] the chunk of each row, and the number of its drafts that come before.
         rows_of: by chunk, its rows among the R.
         rows: [R] int32, the step's tokens whose logits are wanted.
-        slots: [R] int32; -1 for padding, and for a chunk that does not sample.
+        seats: [R] int32; -1 for padding, and for a chunk that does not sample.
         numbers: [R] int32, the output tokens that there are before what a row chooses.
     """
 
-    def __init__(self, plan: Plan, slots: ListLike[int], num_rows: int, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, seats: ListLike[int], num_rows: int, device: torch.device) -> None:
         """
         Args:
-            slots: by chunk.
+            seats: by chunk.
             num_rows: R.
         """
         chunks = plan.chunks
         self.order: list[tuple[int, int]] = []
         self.rows_of: list[list[int]] = []
-        rows, slots_of_rows, numbers = list[int](), list[int](), list[int]()
+        rows, seats_of_rows, numbers = list[int](), list[int](), list[int]()
         drafts, before, end = list[int](), list[int](), 0
-        for i, (chunk, slot) in enumerate(zip(chunks, slots, strict=True)):
+        for i, (chunk, seat) in enumerate(zip(chunks, seats, strict=True)):
             num_drafts, end = len(chunk.drafts), end + chunk.num_tokens
             first, first_row = len(self.order), end - 1 - num_drafts
             number = chunk.start + chunk.num_tokens - num_drafts - chunk.sequence.num_prompt_tokens
@@ -53,7 +53,7 @@ class Verification:
             self.rows_of.append(list(its_rows))
             self.order += [(i, n) for n in range(num_drafts + 1)]
             rows += range(first_row, end)
-            slots_of_rows += [slot if chunk.samples else -1] * len(its_rows)
+            seats_of_rows += [seat if chunk.samples else -1] * len(its_rows)
             numbers += range(number, number + len(its_rows))
             drafts += [0, *chunk.drafts]
             before += [0, *its_rows[:-1]]
@@ -63,9 +63,9 @@ class Verification:
         if any(chunk.drafts and has_penalties(chunk.sequence.request.sampling) for chunk in chunks):
             self._num_rounds += max(len(chunk.drafts) for chunk in chunks)
         rounds = [number for _, number in self.order]
-        slots_of_rows += [-1] * len(padding)
-        self.rows, self.slots, self.numbers, self._rounds, self._drafts, self._before = send_apart(
-            [rows + padding, slots_of_rows, numbers + padding, rounds, drafts + padding, before + padding],
+        seats_of_rows += [-1] * len(padding)
+        self.rows, self.seats, self.numbers, self._rounds, self._drafts, self._before = send_apart(
+            [rows + padding, seats_of_rows, numbers + padding, rounds, drafts + padding, before + padding],
             device,
         )
 
@@ -76,11 +76,11 @@ class Verification:
     def run(self, choose: ChooseRows) -> Tensor:
         """Samples the rows: token ids [R] int32, -1 where nothing was chosen."""
         if self._num_rounds == 1:
-            return choose(self.slots)
+            return choose(self.seats)
         token_ids = torch.full_like(self.rows, -1)
         for number in range(self._num_rounds):
             is_due = self._rounds == number
             if number:
                 is_due &= token_ids.index_select(0, self._before) == self._drafts
-            token_ids = torch.where(is_due, choose(torch.where(is_due, self.slots, -1)), token_ids)
+            token_ids = torch.where(is_due, choose(torch.where(is_due, self.seats, -1)), token_ids)
         return token_ids

@@ -19,7 +19,7 @@ from penstock.engine.kernels.cpu import native
 from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker, chained
-from penstock.engine.kernels.packed import PACKED, UnpackedLinear, pack
+from penstock.engine.kernels.packed import PACKED_FORMATS, UnpackedLinear, pack
 from penstock.engine.kernels.ranks import Ranks
 from penstock.engine.kernels.recurrent import RunGatedDelta, RunMamba2, RunShortConv
 from penstock.engine.kernels.reference import TokenPlaces
@@ -131,7 +131,7 @@ class Kernels:
 
     def cap(self, head: Linear, scale: float, softcap: float) -> Linear:
         """An output head whose logits are multiplied by `scale` and, with a softcap, bent by tanh."""
-        if not isinstance(head, native.PackedLinear):
+        if not isinstance(head, native.NativeLinear):
             return chained(head, partial(reference.cap, scale=scale, softcap=softcap))
         head.cap(scale, softcap)
         return head
@@ -156,7 +156,7 @@ def reference_kernels(
         gated: bool = False,  # noqa: ARG001
     ) -> Linear:
         moved = None if bias is None else bias.to(device, dtype)
-        if device.type == "cuda" and isinstance(format, PACKED):
+        if device.type == "cuda" and isinstance(format, PACKED_FORMATS):
             return UnpackedLinear(pack(tensors, format, device), moved)
         if isinstance(format, Integers):
             return IntegerLinear(tensors, format, moved)
@@ -185,5 +185,5 @@ def reference_kernels(
         gather=sequence_table.gather,
         choose=choose,
         most_likely=most_likely,
-        packs=PACKED if device.type == "cuda" else (Integers,),
+        packs=PACKED_FORMATS if device.type == "cuda" else (Integers,),
     )

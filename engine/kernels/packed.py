@@ -163,7 +163,7 @@ class UnpackedLinear:
         return out
 
 
-PACKED = (Integers, Float8)
+PACKED_FORMATS = (Integers, Float8)
 """The formats that have a layout of their own on a GPU."""
 
 

@@ -17,7 +17,7 @@ from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedEx
 from penstock.engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
 from penstock.engine.kernels.linear import DenseLinear, Linear, LinearPacker
 from penstock.engine.kernels.ops import Kernels, Say, reference_kernels
-from penstock.engine.kernels.packed import PACKED, UnpackedLinear, pack
+from penstock.engine.kernels.packed import PACKED_FORMATS, UnpackedLinear, pack
 from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.sequence_table import SequenceTable, StepTokens
@@ -73,10 +73,10 @@ def native_kernels(team: native.Team, dtype: torch.dtype, *, keeps_types: bool =
     """
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
-        if isinstance(format, native.PACKED):
-            return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
+        if isinstance(format, native.NATIVE_FORMATS):
+            return native.NativeLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
         weight = format.unpack(tensors)
-        return native.PackedLinear(team, weight, bias, weight.dtype if keeps_types else dtype, gated)
+        return native.NativeLinear(team, weight, bias, weight.dtype if keeps_types else dtype, gated)
 
     def pack_experts(
         experts: Iterable[tuple[NamedTensors, Tensor | None]],
@@ -99,7 +99,7 @@ def native_kernels(team: native.Team, dtype: torch.dtype, *, keeps_types: bool =
         expert_linear=pack_experts,
         route=native.NativeRoute(team.library),
         run_experts=native.NativeRunExperts(team),
-        packs=native.PACKED,
+        packs=native.NATIVE_FORMATS,
         keeps_narrow=True,
         gather=native.NativeGather(team.library),
         choose=native.NativeChoose(team),
@@ -160,7 +160,7 @@ def triton_kernels(
         kv_places=rotary.kv_places,
         rotate_and_write=rotary.rotate_and_write,
         linear=_triton_linear(device, dtype, say),
-        packs=PACKED,
+        packs=PACKED_FORMATS,
         glu=activation.glu,
         activated=activation.activated,
         route=routing.route,
@@ -212,11 +212,11 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
     plain, card = reference_kernels(device, dtype, dtype).linear, Card.of(device)
     few = card.boundary(few_key(dtype), 0)
-    choose = packed_linear.PackedLinears(card, packed_linear.multiplies_float8(device, dtype))
+    choose = packed_linear.LinearChooser(card, packed_linear.multiplies_float8(device, dtype))
     kinds = _Kinds(say)
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
-        if not isinstance(format, PACKED):
+        if not isinstance(format, PACKED_FORMATS):
             dense = plain(tensors, format, bias, gated=gated)
             if few > 1 and isinstance(dense, DenseLinear):
                 return FewRowsLinear(dense.weight, dense.bias, few)
@@ -317,8 +317,8 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
     mixed_batch = blank_batch(mixed, mixed, tables_of_mixed).to(device)
     table = SequenceTable(1, 1, limits.block_size, device)
     tables = SamplingTables(1, model.vocab_size, 1, 1, device)
-    slots = torch.zeros(1, dtype=torch.int32, device=device)
-    step = StepTokens(slots, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
+    seats = torch.zeros(1, dtype=torch.int32, device=device)
+    step = StepTokens(seats, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
     logits = torch.zeros(1, model.vocab_size, device=device, dtype=dtype)
 
     def rotate_and_write() -> None:
@@ -354,7 +354,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             "rotate_and_write": rotate_and_write,
             "attention": attention,
             "gather": lambda: kernels.gather(table, step),
-            "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters(), None),
+            "choose": lambda: kernels.choose(logits, tables, seats, seats, Filters(), None),
         }
     )
 

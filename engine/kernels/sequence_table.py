@@ -1,6 +1,6 @@
-"""The table of the running sequences on the device, a row for each slot, and the inputs of a step made from it.
+"""The table of the running sequences on the device, a row for each seat, and the inputs of a step made from it.
 
-All work on the table is in the order of one stream. Its last row belongs to no slot: slot -1, which pads a step to the
+All work on the table is in the order of one stream. Its last row belongs to no seat: seat -1, which pads a step to the
 size of a graph, reads and writes that row.
 """
 
@@ -31,10 +31,10 @@ class SequenceTable:
     """
 
     def __init__(
-        self, num_slots: int, max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
+        self, num_seats: int, max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
     ) -> None:
         """`max_blocks` counts the blocks of all `num_tables` tables of a sequence together."""
-        self.num_rows = rows = num_slots + 1
+        self.num_rows = rows = num_seats + 1
         self.max_blocks, self.block_size, self.num_tables = max_blocks, block_size, num_tables
         sizes = [rows, rows, rows, rows * max_blocks]
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -47,8 +47,8 @@ class SequenceTable:
 class StepTokens:
     """The tokens of one step, as the host sends them; S sequences with T tokens between them, all int32."""
 
-    slots: Tensor
-    """[S] slot of each sequence; -1 is padding, which must have the fields of its row left alone."""
+    seats: Tensor
+    """[S] seat of each sequence; -1 is padding, which must have the fields of its row left alone."""
     query_starts: Tensor
     """[S + 1] sequence s has the tokens query_starts[s] to query_starts[s + 1] - 1."""
     token_ids: Tensor
@@ -65,7 +65,7 @@ class StepTokens:
 class TableStep:
     """A step as the host sends it where all else is in tables."""
 
-    slots: list[int]
+    seats: list[int]
     """By sequence."""
     starts: Sequence[int]
     """[S + 1] sequence s has the tokens starts[s] to starts[s + 1] - 1."""
@@ -98,16 +98,16 @@ Gather = Callable[[SequenceTable, StepTokens], StepInputs]
 def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     """Makes the inputs of a step; from then on the table supposes that the step was run.
 
-    Rows of the batch that belong to no sequence, and all rows of a padding slot, have position -1; a padding slot has
+    Rows of the batch that belong to no sequence, and all rows of a padding seat, have position -1; a padding seat has
     context 0. Shapes are static and nothing waits for the device. This is the specification, in plain torch.
     """
-    slots, starts = step.slots.long(), step.query_starts
-    num_sequences, device = slots.numel(), starts.device
-    is_padding = step.slots < 0
+    seats, starts = step.seats.long(), step.query_starts
+    num_sequences, device = seats.numel(), starts.device
+    is_padding = step.seats < 0
     num_queries = starts.diff()
-    lengths = table.lengths[slots]
+    lengths = table.lengths[seats]
     context_lens = torch.where(is_padding, 0, lengths + num_queries)
-    table.lengths[slots] = context_lens  # the row of the padding stays 0
+    table.lengths[seats] = context_lens  # the row of the padding stays 0
 
     rows = torch.arange(step.token_ids.numel(), dtype=torch.int32, device=device)
     owners = torch.searchsorted(starts[1:], rows, right=True)
@@ -115,16 +115,16 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     owners = owners.clamp(max=num_sequences - 1)
     is_real &= ~is_padding[owners]
     positions = torch.where(is_real, lengths[owners] + rows - starts[owners], -1)
-    token_ids = torch.where(step.token_ids < 0, table.last_tokens[slots][owners], step.token_ids)
+    token_ids = torch.where(step.token_ids < 0, table.last_tokens[seats][owners], step.token_ids)
     batch = Batch(
         # A token of -1 could not be sampled: its sequence ends soon, whatever it computes.
         token_ids=torch.where(is_real, token_ids, 0).clamp(min=0),
         positions=positions.int(),
         query_starts=starts,
         context_lens=context_lens.int(),
-        block_tables=table.block_tables[slots, : step.num_blocks],
+        block_tables=table.block_tables[seats, : step.num_blocks],
         sample_rows=(starts[1:] - 1).clamp(min=0),
         max_query_len=step.max_query_len,
         min_query_len=step.min_query_len,
     )
-    return StepInputs(batch, (context_lens - table.prompt_lens[slots]).int())
+    return StepInputs(batch, (context_lens - table.prompt_lens[seats]).int())

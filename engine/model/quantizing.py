@@ -28,7 +28,7 @@ from penstock.engine.model.texts import Outcome, Texts
 from penstock.engine.quant.awq import input_scales, round_clipped
 from penstock.engine.quant.gptq import Gptq
 from penstock.engine.quant.grid import Grid, Method, Rounded, round_to_nearest
-from penstock.engine.quant.packed import pack, quantization_config, stored_tensors
+from penstock.engine.quant.pack_quantized import pack, quantization_config, stored_tensors
 from penstock.engine.quant.storages.names import LAYERS, LM_HEAD
 
 METHODS = ("gptq", "awq", "rtn")

@@ -15,7 +15,7 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
 from penstock.engine.planning.device import StepInFlight
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 
 
 def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:
@@ -51,7 +51,7 @@ class _Follower:
         self._answer = answer
         self._runner: ModelRunner
         self._listener: Listener
-        self._plan: Plan
+        self._plan: StepPlan
         self._step: StepInFlight
 
     def take(self, message: Load | Launch | ChooseTokens | Forget) -> None:

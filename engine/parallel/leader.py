@@ -24,7 +24,7 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
 from penstock.engine.planning.device import DeviceError, Runner, RunnerFacts, StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 
 _START = """\
 import sys
@@ -247,10 +247,10 @@ class ParallelRunner:
         followers.wait_loaded()
         return facts
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG002
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG002
         raise AssertionError("a model on several ranks has no draft model")
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         with self.followers.needed():
             self.followers.tell(self._narrator.launch(plan))
             return _Step(self.followers, plan, self._own.launch(plan))
@@ -272,7 +272,7 @@ class ParallelRunner:
 class _Step:
     """A step that all ranks have launched."""
 
-    def __init__(self, followers: Followers, plan: Plan, own: StepInFlight) -> None:
+    def __init__(self, followers: Followers, plan: StepPlan, own: StepInFlight) -> None:
         self._followers = followers
         self._plan = plan
         self._own = own

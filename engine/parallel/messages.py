@@ -15,8 +15,8 @@ from pathlib import Path
 
 from penstock.engine.config import LoadOptions
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.states import ChunkState, Save
-from penstock.engine.planning.step import Chunk, Masks, Plan
+from penstock.engine.planning.state_records import ChunkState, Save
+from penstock.engine.planning.step import Chunk, Masks, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Narrator:
         self._told: dict[Sequence, _Told] = {}
         self._keys = count()
 
-    def launch(self, plan: Plan) -> Launch:
+    def launch(self, plan: StepPlan) -> Launch:
         new: list[tuple[int, Request, int]] = []
         words = [len(plan.copies), *(block for copy in plan.copies for block in copy)]
         for chunk in plan.chunks:
@@ -111,7 +111,7 @@ class Listener:
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}
 
-    def plan(self, message: Launch) -> Plan:
+    def plan(self, message: Launch) -> StepPlan:
         for key, request, index in message.new:
             self._sequences[key] = Sequence(request, index)
         words = array("i")
@@ -119,7 +119,7 @@ class Listener:
         rest = iter(words)
         copies = [(next(rest), next(rest)) for _ in range(next(rest))]
         chunks = [self._chunk(key, rest) for key in rest]
-        return Plan(chunks, copies, sum(chunk.num_tokens for chunk in chunks))
+        return StepPlan(chunks, copies, sum(chunk.num_tokens for chunk in chunks))
 
     def forgotten(self, message: Forget) -> list[Sequence]:
         return [self._sequences.pop(key) for key in message.keys]

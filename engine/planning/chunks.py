@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as TokenIds
 
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 
 
-def is_plain(plan: Plan) -> bool:
+def is_plain(plan: StepPlan) -> bool:
     """Whether every sequence of a step computes the token that it sampled last, and its drafts, if it has any.
 
     Only the next tokens are to be told then.
@@ -29,7 +29,7 @@ def _is_plain(chunk: Chunk) -> bool:
     )
 
 
-def withdraw(plan: Plan, sequence: Sequence) -> int:
+def withdraw(plan: StepPlan, sequence: Sequence) -> int:
     """Takes a sequence out of a plan, with the block copies made for it; returns how many tokens it had there."""
     num_tokens = 0
     for chunk in [c for c in plan.chunks if c.sequence is sequence]:
@@ -44,7 +44,7 @@ def withdraw(plan: Plan, sequence: Sequence) -> int:
     return num_tokens
 
 
-def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
+def cut(plan: StepPlan, chunk: Chunk, num_tokens: int) -> None:
     """Leaves the last tokens of a chunk, but not all of them, to a later step."""
     chunk.sequence.num_computed -= num_tokens
     chunk.sequence.num_pending -= chunk.samples
@@ -53,7 +53,7 @@ def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
     plan.num_tokens -= num_tokens
 
 
-def set_drafts(plan: Plan, chunk: Chunk, drafts: TokenIds[int], proposer: str = "") -> None:
+def set_drafts(plan: StepPlan, chunk: Chunk, drafts: TokenIds[int], proposer: str = "") -> None:
     """Replaces a chunk's drafts; its sequence has blocks for them."""
     num_more = len(drafts) - len(chunk.drafts)
     chunk.drafts, chunk.proposer = drafts, proposer if drafts else ""
@@ -62,7 +62,7 @@ def set_drafts(plan: Plan, chunk: Chunk, drafts: TokenIds[int], proposer: str = 
     plan.num_tokens += num_more
 
 
-def drop_drafts(plan: Plan) -> int:
+def drop_drafts(plan: StepPlan) -> int:
     """Leaves out all drafts of a plan; returns how many tokens they were."""
     num_dropped = plan.num_drafts
     for chunk in plan.chunks:

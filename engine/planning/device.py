@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.request import NO_LIMIT, Sequence
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 
 
 class DeviceError(RuntimeError):
@@ -82,7 +82,7 @@ class Runner(Protocol):
     def load(self) -> RunnerFacts:
         """Loads the weights, allocates the KV cache and warms up."""
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         """Has the draft model make the drafts of a plan that are open; called before the plan is launched.
 
         Args:
@@ -97,7 +97,7 @@ class Runner(Protocol):
             Exception: there are no drafts; the step itself may work.
         """
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         """Launches the pass of one step. It runs after the steps launched before, and sees their writes.
 
         The plan's sequences may change as soon as the step's tokens are chosen; what the step needs of them was taken

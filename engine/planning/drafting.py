@@ -36,7 +36,7 @@ from penstock.engine.planning.price import Price, value
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.planning.shares import Shares
-from penstock.engine.planning.step import OPEN, Chunk, Plan
+from penstock.engine.planning.step import OPEN, Chunk, StepPlan
 from penstock.engine.planning.timings import NO_SECONDS, DraftSeconds
 
 log = logging.getLogger("penstock.engine")
@@ -145,7 +145,7 @@ class Drafting:
         """
         return self._is_active and self._num_sampling > 0 and self._may_draft
 
-    def extend(self, plan: Plan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
 
         Args:
@@ -172,7 +172,7 @@ class Drafting:
         elif room > 0 and self._may_pay(num_sampling):
             self._draft(plan, memory, room)
 
-    def _draft(self, plan: Plan, memory: SequenceMemory, room: int) -> None:
+    def _draft(self, plan: StepPlan, memory: SequenceMemory, room: int) -> None:
         started = self.clock()
         guesses = self._guesses(plan, is_known=True)
         if self._has_model and not self._rests_now(DRAFT_MODEL):
@@ -183,7 +183,7 @@ class Drafting:
                 guess.add(plan, count, memory)
         plan.drafting_s = self.clock() - started
 
-    def _look(self, plan: Plan, pace: Pace, room: int) -> None:
+    def _look(self, plan: StepPlan, pace: Pace, room: int) -> None:
         """Finds what drafts would bring, and adds none."""
         started = self.clock()
         counts, num_expected = self._counts(self._guesses(plan, is_known=False), self._num_sampling, room)
@@ -191,7 +191,7 @@ class Drafting:
         gain = num_expected * self._price.plain_s / (self._num_sampling * self._price.seconds(sum(counts)))
         pace.note_outlook(gain, plan.drafting_s, self._price.plain_s)
 
-    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
+    def fill(self, plan: StepPlan, made: list[list[int]], seconds: float) -> None:
         """Puts in the drafts that the draft model made, by open chunk; the places of those that it did not make go.
 
         Args:
@@ -206,11 +206,11 @@ class Drafting:
             self._record(chunk, len(drafts), allowed)
             set_drafts(plan, chunk, allowed, DRAFT_MODEL)
 
-    def must_know(self, plan: Plan) -> bool:
+    def must_know(self, plan: StepPlan) -> bool:
         """Whether drafts that are open have to be known before the plan is launched: a grammar may rule some out."""
         return any(chunk.is_open and chunk.sequence.request.sampling.is_guided for chunk in plan.chunks)
 
-    def note_made(self, plan: Plan, made: ListLike[list[int]], seconds: float) -> None:
+    def note_made(self, plan: StepPlan, made: ListLike[list[int]], seconds: float) -> None:
         """Notes the drafts of the chunks of a plan that were open when it was launched, once it has landed.
 
         Args:
@@ -235,14 +235,14 @@ class Drafting:
         if proposed:
             record.proposed[DRAFT_MODEL] = proposed
 
-    def give_up(self, plan: Plan) -> None:
+    def give_up(self, plan: StepPlan) -> None:
         """The draft model failed: the step goes on without the drafts that are open. Called where that is handled."""
         for chunk in plan.chunks:
             if chunk.is_open:
                 set_drafts(plan, chunk, ())
         self._let_rest(DRAFT_MODEL)
 
-    def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+    def observe(self, plan: StepPlan, seconds: float) -> DraftSeconds:
         """Learns whether drafts pay from what a step took, and returns what its drafts cost and saved."""
         price = plan.price
         if price is None or not plan.chunks:  # nothing is left of a step that the device had no room for
@@ -305,7 +305,7 @@ class Drafting:
         plain_s, longer_s = self._price.plain_s, self._price.seconds(1)
         return longer_s <= self._most_s and value(num_sampling + 1, longer_s) >= value(num_sampling, plain_s)
 
-    def _price_of(self, plan: Plan, overhead: float) -> Price | None:
+    def _price_of(self, plan: StepPlan, overhead: float) -> Price | None:
         """Returns the price of a step without drafts and of adding drafts; None while too little was measured."""
         num_prefill, num_decode = plan.num_prefill, plan.num_tokens - plan.num_prefill
         rest = plan.num_context, plan.num_attended
@@ -327,7 +327,7 @@ class Drafting:
 
     # Guessing
 
-    def _guesses(self, plan: Plan, *, is_known: bool) -> list[Guess]:
+    def _guesses(self, plan: StepPlan, *, is_known: bool) -> list[Guess]:
         """Returns the guesses of the free proposers for the plan's sequences.
 
         Args:
@@ -374,7 +374,7 @@ class Drafting:
                 guess.take(name, drafts)
                 guess.record.proposed[name] = drafts
 
-    def _leave_to_model(self, guesses: list[Guess], plan: Plan, num_sampling: int) -> None:
+    def _leave_to_model(self, guesses: list[Guess], plan: StepPlan, num_sampling: int) -> None:
         """Leaves to the draft model the sequences for which it is the better proposer, if that pays."""
         better = [
             guess

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.planning.chunks import set_drafts
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Guess:
     def take(self, proposer: str, drafts: list[int]) -> None:
         self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
 
-    def add(self, plan: Plan, count: int, memory: SequenceMemory) -> None:
+    def add(self, plan: StepPlan, count: int, memory: SequenceMemory) -> None:
         """Adds so many drafts to the chunk, if there are free blocks for them: nobody gives way for a guess."""
         chunk = self.chunk
         copies = memory.grow(chunk.sequence, chunk.sequence.num_computed + count)
@@ -48,7 +48,7 @@ class Guess:
         plan.copies.extend(copies)
         set_drafts(plan, chunk, self.drafts[:count], self.proposer)
 
-    def is_copied(self, plan: Plan) -> bool:
+    def is_copied(self, plan: StepPlan) -> bool:
         """Returns whether a block of the sequence still has to be copied, so that a head would find nothing in it."""
         blocks = self.chunk.sequence.block_table
         return any(target in blocks for _, target in plan.copies)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.cores import num_cores
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import Chunk, Masks, Plan
+from penstock.engine.planning.step import Chunk, Masks, StepPlan
 from penstock.engine.text.bans import Bans, bits_of, without
 from penstock.engine.text.grammar import CompiledGrammar, Guide
 from penstock.engine.text.grammars import Grammars
@@ -39,7 +39,7 @@ class StepMasks:
         """Makes ready what takes up to seconds and holds the interpreter; see Grammars.prepare."""
         self._grammars.prepare()
 
-    def of(self, plan: Plan) -> Masks | None:
+    def of(self, plan: StepPlan) -> Masks | None:
         """The tokens that the rows of a step may bring; None if they may bring any.
 
         All tokens before them have to be known.

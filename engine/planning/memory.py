@@ -33,8 +33,8 @@ from penstock.engine.planning.prefix_index import PrefixIndex, extend_chain
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.snapshots import Snapshots
 from penstock.engine.planning.state_group import StateGroup, most_running
-from penstock.engine.planning.states import Prefix, StateUse
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.state_records import Prefix, StateUse
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.windows import Windows
 
 
@@ -166,12 +166,12 @@ class SequenceMemory:
             self.pool.keep({source for source, _ in copies}, self._num_steps)
         return self._num_steps
 
-    def assign(self, plan: Plan) -> None:
+    def assign(self, plan: StepPlan) -> None:
         """Prepares a plan whose number was made by `begin_step`: its chunks get the slots of their states."""
         if self.states is not None:
             self.states.assign(plan)
 
-    def take_back(self, plan: Plan) -> list[Sequence]:
+    def take_back(self, plan: StepPlan) -> list[Sequence]:
         """Takes back what `assign` did to a plan that may have begun; returns the sequences that have lost by it."""
         return [] if self.states is None else self.states.take_back(plan)
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import chain
 
 from penstock.engine.planning.params import BeamParams, Branch, Pooling, SamplingParams
-from penstock.engine.planning.states import Prefix, SequenceState
+from penstock.engine.planning.state_records import Prefix, SequenceState
 from penstock.engine.planning.timings import Timings
 from penstock.engine.text.grammar import Guide
 from penstock.engine.text.thinking import Thinking

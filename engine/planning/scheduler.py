@@ -22,7 +22,7 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.sequences import Counters, Sequences
-from penstock.engine.planning.step import Chunk, Plan, StepResult
+from penstock.engine.planning.step import Chunk, StepPlan, StepResult
 from penstock.engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
 from penstock.engine.planning.step_size import StepSize, urgency
 
@@ -90,9 +90,9 @@ class Scheduler:
         """Goes on with an empty memory, while there is no sequence."""
         self.memory = self.sequences.memory = memory
 
-    def plan(self, now: float) -> Plan:
+    def plan(self, now: float) -> StepPlan:
         """Plans the next step and advances `num_computed` of its sequences; `commit` takes the result."""
-        plan = Plan()
+        plan = StepPlan()
         self.sequences.planned_s = now
         self._num_preemptions_before = self.sequences.counters.num_preemptions
         self._candidates, self._candidates_before = {}, self._candidates
@@ -117,14 +117,14 @@ class Scheduler:
             self.memory.assign(plan)
         return plan
 
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Applies the result of a step; see StepResults."""
         self.size.note_fitted()
         if result.made and self.drafting is not None:
             self.drafting.note_made(plan, result.made, result.drafting_s)
         return self._results.commit(plan, result, now)
 
-    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
+    def fail_step(self, plan: StepPlan, error: str, now: float) -> list[Output]:
         """Ends the sequences of a step that brought no result; called in place of `commit`."""
         return self._results.fail(plan, error, now)
 
@@ -156,7 +156,7 @@ class Scheduler:
         self._turn = start + room - num_sure
         return sure + others[start:] + others[:start]
 
-    def _plan_decodes(self, plan: Plan, decodes: list[Sequence]) -> None:
+    def _plan_decodes(self, plan: StepPlan, decodes: list[Sequence]) -> None:
         """Plans one token of each: as `_plan_chunk` does, but for what cannot be."""
         grow, chunks = self.memory.grow, plan.chunks
         for sequence in self._in_turn(decodes, self._tokens_left):
@@ -177,7 +177,7 @@ class Scheduler:
             plan.num_tokens += 1
             self._tokens_left -= 1
 
-    def _plan_prefills(self, plan: Plan, chunked: list[Sequence], now: float) -> None:
+    def _plan_prefills(self, plan: StepPlan, chunked: list[Sequence], now: float) -> None:
         """Plans chunks of running sequences, the most urgent first, and in a lane the one that is done soonest.
 
         Queued requests that are more urgent, or due sooner than the first of a lane, go before them.
@@ -190,7 +190,7 @@ class Scheduler:
             for sequence in sequences:
                 self._plan_chunk(plan, sequence, sequence.num_remaining)
 
-    def _plan_chunk(self, plan: Plan, sequence: Sequence, num_remaining: int) -> None:
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_remaining: int) -> None:
         num_tokens = 1 if num_remaining == 1 else self._most_of(sequence, num_remaining)
         # Without a block table, it was preempted a moment ago.
         if self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table:
@@ -219,7 +219,7 @@ class Scheduler:
             min(most, self._scored_left) if sequence.is_scored and len(self.sequences.running) > 1 else most
         )
 
-    def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+    def _make_room(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Grows the sequence's table, preempting as the queue says; None if it gave way itself, or has to wait.
 
         It waits for blocks that were given back while steps in flight still use them; then nobody gives way for it.
@@ -236,7 +236,7 @@ class Scheduler:
 
     # Admitting waiting sequences and queued requests
 
-    def _resume_waiting(self, plan: Plan, now: float, above: int = _BELOW_ALL_LANES) -> None:
+    def _resume_waiting(self, plan: StepPlan, now: float, above: int = _BELOW_ALL_LANES) -> None:
         """Starts waiting sequences of lanes more urgent than `above`, until one has no room; deferred ones are passed.
 
         Nobody resumes in a step for which somebody gave way: the two would take the same blocks in turn.
@@ -262,7 +262,7 @@ class Scheduler:
             self._start(plan, sequence, now)
 
     def _admit_queued(
-        self, plan: Plan, now: float, above: int | None = None, before: Request | None = None
+        self, plan: StepPlan, now: float, above: int | None = None, before: Request | None = None
     ) -> None:
         """Starts requests from the queue; with `above` and `before`, only those that may go before: see `RequestQueue`.
 
@@ -283,7 +283,7 @@ class Scheduler:
             else:
                 way_was_made = True
 
-    def _begin(self, plan: Plan, request: Request, now: float) -> None:
+    def _begin(self, plan: StepPlan, request: Request, now: float) -> None:
         sequence = self._candidate_for(request)
         del self._candidates[id(request)]
         sequence.order = self._num_started
@@ -295,7 +295,7 @@ class Scheduler:
         else:
             self._start(plan, sequence, now)
 
-    def _make_way(self, plan: Plan, request: Request) -> bool:
+    def _make_way(self, plan: StepPlan, request: Request) -> bool:
         """Preempts for a request whose turn it is if that is enough to start it; else changes nothing.
 
         What steps in flight still use counts as room: the request starts with the next step.
@@ -386,7 +386,7 @@ class Scheduler:
             return Beams(request, request.beams, self.max_len).members[0]
         return Sequence(request, request.index, max_len=self.max_len)
 
-    def _start(self, plan: Plan, sequence: Sequence, now: float) -> None:
+    def _start(self, plan: StepPlan, sequence: Sequence, now: float) -> None:
         self.memory.start(sequence)
         self.sequences.running.append(sequence)
         if self._is_passed_over(sequence.request):

@@ -12,7 +12,7 @@ from penstock.engine.planning.chunks import withdraw
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.timings import NO_EXPERTS, ExpertSums, Timings
 
 
@@ -104,7 +104,7 @@ class Sequences:
         self.counters.num_preemptions += 1
         self.enqueue(sequence)
 
-    def preempt_planned(self, plan: Plan, victim: Sequence) -> int:
+    def preempt_planned(self, plan: StepPlan, victim: Sequence) -> int:
         """Preempts a sequence that may already be in a step that is planned, and returns its tokens there."""
         if not victim.block_table:  # it gave way with another beam of its search
             return 0
@@ -112,7 +112,7 @@ class Sequences:
         self.preempt(victim)
         return num_tokens
 
-    def preempt_torn(self, plan: Plan) -> None:
+    def preempt_torn(self, plan: StepPlan) -> None:
         """Preempts the sequences for which a step was to copy blocks, and never did; it may have had nothing else of
         them."""
         targets = {target for _, target in plan.copies}

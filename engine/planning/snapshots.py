@@ -16,7 +16,7 @@ from collections.abc import Sequence as ListLike
 from penstock.engine.planning.blocks import BlockPool
 from penstock.engine.planning.prefix_index import PrefixIndex, chain_start
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.states import Prefix, Snapshot
+from penstock.engine.planning.state_records import Prefix, Snapshot
 
 
 class Snapshots:

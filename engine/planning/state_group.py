@@ -25,8 +25,8 @@ from penstock.engine.planning.blocks import BlockPool
 from penstock.engine.planning.prefix_index import chain_start, extend_chain
 from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.snapshots import Snapshots
-from penstock.engine.planning.states import ChunkState, Prefix, Save, SequenceState, Snapshot, StateUse
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.state_records import ChunkState, Prefix, Save, SequenceState, Snapshot, StateUse
+from penstock.engine.planning.step import Chunk, StepPlan
 from penstock.engine.planning.windows import Windows
 
 
@@ -184,7 +184,7 @@ class StateGroup:
 
     # Steps
 
-    def assign(self, plan: Plan) -> None:
+    def assign(self, plan: StepPlan) -> None:
         """Tells the chunks of a step that begins their slots, and which snapshots to take."""
         for chunk in plan.chunks:
             state = chunk.sequence.state
@@ -199,7 +199,7 @@ class StateGroup:
                 state.slot, state.next = state.next, 0
             state.at = chunk.start + chunk.num_tokens - len(chunk.drafts)
 
-    def take_back(self, plan: Plan) -> list[Sequence]:
+    def take_back(self, plan: StepPlan) -> list[Sequence]:
         """Takes back what `assign` did to a step that the device had no room for, and that may have begun.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What passes between planning and execution: a Plan goes in, a StepResult comes out."""
+"""What passes between planning and execution: a StepPlan goes in, a StepResult comes out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.price import Price
 from penstock.engine.planning.request import Sequence, TokenLogprobs
-from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.state_records import ChunkState
 
 
 def num_attended(start: int, end: int) -> int:
@@ -96,7 +96,7 @@ class Masks:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step: what to compute, after which block copies."""
 
     chunks: list[Chunk] = field(default_factory=list)

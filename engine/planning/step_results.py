@@ -11,7 +11,7 @@ from penstock.engine.planning.params import Branch, Pooling
 from penstock.engine.planning.request import NO_LIMIT, FinishReason, Output, Request, Sequence, TokenLogprobs
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.sequences import Sequences
-from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
+from penstock.engine.planning.step import Chunk, Sampled, StepPlan, StepResult
 from penstock.engine.planning.timings import ExpertSums
 from penstock.engine.text.thinking import Thinking
 
@@ -73,7 +73,7 @@ class StepResults:
         self._max_num_seqs = max_num_seqs
         self._max_len = max_len
 
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
         memory = self._sequences.memory
         memory.end_step(plan.number)
@@ -117,7 +117,7 @@ class StepResults:
         self._sequences.settle(now)
         return outputs
 
-    def fail(self, plan: Plan, error: str, now: float) -> list[Output]:
+    def fail(self, plan: StepPlan, error: str, now: float) -> list[Output]:
         """Ends the sequences of a step that brought no result."""
         self._sequences.memory.end_step(plan.number, has_failed=True)
         outputs = self._sequences.fail([chunk.sequence for chunk in plan.chunks], error, now)

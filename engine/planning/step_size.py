@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListLike
 from penstock.engine.planning.chunks import cut, drop_drafts, withdraw
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.sequences import Sequences
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 
 _STEPS_TO_GROW, _MOST_STEPS_TO_GROW = 32, 4096
 """Steps that fitted the device before a larger one is tried: twice as many after each try."""
@@ -35,7 +35,7 @@ class StepSize:
             self._num_fitted = 0
             self._steps_to_grow = min(2 * self._steps_to_grow, _MOST_STEPS_TO_GROW)
 
-    def halve(self, plan: Plan) -> bool:
+    def halve(self, plan: StepPlan) -> bool:
         """Halves a step that was just planned and that the device had no room for.
 
         Chunks of many tokens are cut first, then decodes, the least urgent ones first. A later step computes what is
@@ -72,7 +72,7 @@ class StepSize:
             self._sequences.preempt_torn(plan)
         return True
 
-    def give_up(self, plans: ListLike[Plan]) -> None:
+    def give_up(self, plans: ListLike[StepPlan]) -> None:
         """Ends steps without a result, the first for want of memory and the others because they followed it.
 
         Their sequences give way, and steps to come are half as large, until many of them have come back.
@@ -97,7 +97,7 @@ class StepSize:
         for plan in plans:
             self._sequences.preempt_torn(plan)
 
-    def withdraw_ended(self, plan: Plan) -> bool:
+    def withdraw_ended(self, plan: StepPlan) -> bool:
         """Takes the sequences out of a plan that have ended since it was made.
 
         Returns:
@@ -116,7 +116,7 @@ class StepSize:
         """Limits the steps to come to a size that may fit."""
         self.num_tokens, self._num_fitted = num_tokens, 0
 
-    def _leave_out(self, plan: Plan, chunk: Chunk) -> None:
+    def _leave_out(self, plan: StepPlan, chunk: Chunk) -> None:
         """Leaves a whole chunk to a later step.
 
         The sequence keeps its blocks, unless some are to be copied first. Then it gives way: this step may yet fail,

@@ -16,7 +16,7 @@ from penstock.engine.kernels.ops import Attend, Kernels
 from penstock.engine.kernels.ranks import embed
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.state_cache import StateCache
-from penstock.engine.program.experts import activate, run_experts
+from penstock.engine.program.expert_layer import activate, run_experts
 from penstock.engine.program.ops import Heads, Op, OpKind, Program, Stream
 from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 

@@ -28,7 +28,7 @@ from penstock.engine.kernels.cpu.library import (
     pointer,
 )
 from penstock.engine.kernels.cpu.library import KINDS as TIMES
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.kv_cache import KVCache
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.state_cache import StateCache
@@ -38,7 +38,7 @@ from penstock.engine.program.native_layers import (
     layer_experts,
     layer_mixer,
     mixer_widths,
-    packed,
+    native_linear,
 )
 from penstock.engine.program.ops import Op, OpKind, Program, Stream
 from penstock.engine.spec import ACTIVATIONS, Attention, StateMixer
@@ -56,7 +56,7 @@ class NativeDecoder:
 
     Args:
         kv: its blocks have BLOCK_SIZE tokens; the layout inside a block is private.
-        program: its linear maps are PackedLinears; the attention of each layer has heads of its cache's shape.
+        program: its linear maps are NativeLinears; the attention of each layer has heads of its cache's shape.
         states: the states of the layers that have one; the layout inside a slot is private, too. Without, every
             sequence of a batch is at its first token, and no state is kept.
     """
@@ -126,12 +126,12 @@ class NativeDecoder:
         return rows
 
     @property
-    def linears(self) -> list[dict[str, PackedLinear]]:
+    def linears(self) -> list[dict[str, NativeLinear]]:
         """The linear maps of each layer by the part of a step that they are."""
-        layers: list[dict[str, PackedLinear]] = [{} for _ in range(self.program.ops[-1].layer)]
+        layers: list[dict[str, NativeLinear]] = [{} for _ in range(self.program.ops[-1].layer)]
         for op in self.program.ops:
             if op.kind == "linear":
-                layers[op.layer][op.time] = packed(op.linear)
+                layers[op.layer][op.time] = native_linear(op.linear)
         return layers
 
     def _check(self, program: Program) -> dict[str, int]:
@@ -153,7 +153,7 @@ class NativeDecoder:
             elif op.mixer is not None:
                 widths["attended"] = _recurred(op, op.mixer.spec, widths)
             elif op.kind == "linear":
-                linear, is_gated = packed(op.linear), op.target == "inner" and op.gate != "relu2"
+                linear, is_gated = native_linear(op.linear), op.target == "inner" and op.gate != "relu2"
                 if op.target in ("qkv", "inner", "per_layer", "gates"):
                     widths[op.target] = linear.out_features
                 expected = (widths[op.source], widths[op.target], is_gated)
@@ -202,7 +202,7 @@ class NativeDecoder:
             time=TIMES.index(op.time),
             source=STREAMS.index(op.source),
             target=STREAMS.index(op.target if op.kind != "join" else "hidden"),
-            linear=None if op.linear is None else packed(op.linear).handle,
+            linear=None if op.linear is None else native_linear(op.linear).handle,
             norm=address(op.norm, (size if op.kind == "combine" else hidden,), self._kept),
             is_centered=op.is_centered,
             adds=op.part if op.kind == "tap" else op.adds or op.residual_is_normed,
@@ -217,7 +217,7 @@ class NativeDecoder:
         if isinstance(op.rows, Tensor):
             made.rows, made.rows_type = op.rows.data_ptr(), DTYPES[op.rows.dtype]
         elif op.rows is not None:
-            made.rows, made.rows_type = packed(op.rows).handle, PACKED_ROWS
+            made.rows, made.rows_type = native_linear(op.rows).handle, PACKED_ROWS
         if op.kind in ("keep", "join"):
             _check_features(op, self._kv.num_blocks, hidden)
         if op.experts is not None:
@@ -243,7 +243,7 @@ class NativeDecoder:
             expect_shape("embedding", embedding, (model.vocab, hidden))
             model.embedding, model.embedding_type = embedding.data_ptr(), DTYPES[embedding.dtype]
         else:
-            linear = packed(embedding)
+            linear = native_linear(embedding)
             if linear.in_features != hidden or linear.gated:
                 raise ValueError(f"embedding: rows of {hidden} expected, not {linear.in_features}")
             model.vocab, model.embedding_linear = linear.out_features, linear.handle
@@ -285,7 +285,7 @@ def _reads_alike(op: Op, then: Op) -> bool:
     """Returns whether a linear map reads the rows of the one before it in its form; integers have own scales."""
     if (op.kind, then.kind, then.source) != ("linear", "linear", "hidden") or then.norm is None:
         return False
-    forms = {packed(linear).activation_dtype for linear in (op.linear, then.linear)}
+    forms = {native_linear(linear).activation_dtype for linear in (op.linear, then.linear)}
     return op.norm is then.norm and len(forms) == 1 and torch.int8 not in forms
 
 
@@ -316,7 +316,7 @@ def _check_taps(program: Program) -> None:
     num = sum(op.kind == "tap" for op in program.ops)
     for op in program.ops:
         if op.kind == "keep" and op.linear is not None:
-            fuse = packed(op.linear)
+            fuse = native_linear(op.linear)
             if fuse.in_features != num * program.hidden_size or fuse.gated:
                 raise ValueError(f"fuse: {num} times {program.hidden_size} inputs expected")
 
@@ -324,7 +324,7 @@ def _check_taps(program: Program) -> None:
 def _check_features(op: Op, num_blocks: int, hidden_size: int) -> None:
     features = op.rows
     assert isinstance(features, Tensor)
-    width = hidden_size if op.linear is None else packed(op.linear).out_features
+    width = hidden_size if op.linear is None else native_linear(op.linear).out_features
     expect_shape("features", features, (num_blocks, BLOCK_SIZE, width))
     if features.dtype != torch.bfloat16 or not features.is_contiguous():
         raise ValueError(f"contiguous bfloat16 features expected, not {features.dtype}")

@@ -8,7 +8,7 @@ from ctypes import c_int32
 from torch import Tensor
 
 from penstock.engine.kernels.cpu.library import Team, check, created, freed_with
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.cpu.sampling import NativeChoose
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
 from penstock.engine.program.native import NativeDecoder
@@ -30,7 +30,7 @@ class NativeDraft:
         self,
         team: Team,
         decoder: NativeDecoder,
-        lm_head: PackedLinear,
+        lm_head: NativeLinear,
         table: SequenceTable,
         tables: SamplingTables,
         drafted: Tensor | None = None,

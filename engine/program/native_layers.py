@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.engine.kernels.cpu import structs
-from penstock.engine.kernels.cpu.experts import address, experts_struct, packed_experts, router_struct
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.experts import address, experts_struct, native_experts, router_struct
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.state_cache import StateCache
@@ -20,12 +20,12 @@ MIXERS: tuple[type[StateMixer], ...] = (GatedDelta, Mamba2, ShortConv)
 """program.h has the same order."""
 
 
-def packed(linear: Linear | None) -> PackedLinear:
-    assert isinstance(linear, PackedLinear)
+def native_linear(linear: Linear | None) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
     return linear
 
 
-def facts(linear: PackedLinear) -> tuple[int, int, bool]:
+def facts(linear: NativeLinear) -> tuple[int, int, bool]:
     return linear.in_features, linear.out_features, linear.gated
 
 
@@ -68,30 +68,31 @@ def layer_experts(own: ExpertsWeights, kept: list[object]) -> structs.Experts:
         ValueError: a part has another shape than the description says.
     """
     spec, hidden = own.spec, own.spec.hidden_size
-    gate_up, down = packed_experts(own.gate_up), packed_experts(own.down)
+    gate_up, down = native_experts(own.gate_up), native_experts(own.down)
     if not len(gate_up) == len(down) == len(spec.own):
         raise ValueError(f"{len(spec.own)} experts expected")
-    _expect("router", [packed(own.router)], (hidden, spec.router.num_experts, False))
+    _expect("router", [native_linear(own.router)], (hidden, spec.router.num_experts, False))
     _expect("gate_up", gate_up, (hidden, spec.inner_size, spec.activation.is_gated))
     _expect("down", down, (spec.inner_size, hidden, False))
     made = experts_struct(gate_up, down, spec.activation, spec.router.weighs_inputs, kept)
     made.router = router_struct(spec.router, own.choice_bias, own.expert_scale, kept)
-    made.first, made.logits = spec.first, packed(own.router).handle
+    made.first, made.logits = spec.first, native_linear(own.router).handle
     if spec.shared is not None:
         assert own.shared is not None
-        wide, shared = spec.shared.inner_size, (packed(own.shared.gate_up), packed(own.shared.down))
+        wide = spec.shared.inner_size
+        shared = native_linear(own.shared.gate_up), native_linear(own.shared.down)
         _expect("shared_gate_up", shared[:1], (hidden, wide, spec.shared.is_gated))
         _expect("shared_down", shared[1:], (wide, hidden, False))
         made.shared_activation = EXPERT_ACTIVATIONS.index(spec.shared.activation)
         made.shared_gate_up, made.shared_down = (linear.handle for linear in shared)
-        made.shared_gate = None if own.shared_gate is None else packed(own.shared_gate).handle
+        made.shared_gate = None if own.shared_gate is None else native_linear(own.shared_gate).handle
     for norm in structs.EXPERT_NORMS:
         setattr(made, norm, address(getattr(own, norm), (hidden,), kept))
     kept.append(own)
     return made
 
 
-def _expect(name: str, linears: Sequence[PackedLinear], expected: tuple[int, int, bool]) -> None:
+def _expect(name: str, linears: Sequence[NativeLinear], expected: tuple[int, int, bool]) -> None:
     if any(facts(linear) != expected for linear in linears):
         raise ValueError(f"{name}: {expected} expected (inputs, outputs, gated)")
 

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_int32
 
 from penstock.engine.kernels.cpu.library import Team, check, created, freed_with
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.cpu.sampling import NativeChoose
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
 from penstock.engine.program.native import NativeDecoder
@@ -31,7 +31,7 @@ class NativeSteps:
         self,
         team: Team,
         decoder: NativeDecoder,
-        lm_head: PackedLinear,
+        lm_head: NativeLinear,
         choose: NativeChoose,
         table: SequenceTable,
         tables: SamplingTables,
@@ -82,6 +82,6 @@ class NativeStep:
 
         Raises:
             MemoryError: there was not enough for it.
-            ValueError: a slot does not exist, or its entries in the table are invalid.
+            ValueError: a seat does not exist, or its entries in the table are invalid.
         """
         return self._steps.wait(self._number, self._num)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.cpu import structs
 from penstock.engine.kernels.cpu.library import expect_ints, pointer
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.cpu.sampling import NativeChoose
 from penstock.engine.kernels.sequence_table import SequenceTable, TableStep
 from penstock.engine.program.native import NativeDecoder
@@ -18,7 +18,7 @@ from penstock.engine.sampling.tables import Filters, SamplingTables
 
 def tables_of(
     decoder: NativeDecoder,
-    lm_head: PackedLinear,
+    lm_head: NativeLinear,
     choose: NativeChoose,
     table: SequenceTable,
     tables: SamplingTables,
@@ -55,8 +55,8 @@ def tables_of(
 def sent(step: TableStep, filters: Filters) -> structs.TableStep:
     """The step as the kernels read it, with its words."""
     states = step.state_slots, step.state_saves
-    words = array("i", chain(step.slots, step.starts, step.token_ids, step.places, step.values, *states))
-    counts = len(step.slots), len(step.token_ids), len(step.places), step.num_blocks
+    words = array("i", chain(step.seats, step.starts, step.token_ids, step.places, step.values, *states))
+    counts = len(step.seats), len(step.token_ids), len(step.places), step.num_blocks
     has_states, num_saves = bool(step.state_slots), len(step.state_saves) // 4
     made = structs.TableStep(
         words.buffer_info()[0], *counts, filters.top_k, filters.top_p, has_states, num_saves

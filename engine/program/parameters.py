@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.recurrent import StateVectors
@@ -119,7 +119,7 @@ class Weights:
     @property
     def rows(self) -> Tensor | Linear:
         """The embedding; the output head if it has the same rows, and they can be read from it."""
-        return self.lm_head if self.is_tied and isinstance(self.lm_head, PackedLinear) else self.embedding
+        return self.lm_head if self.is_tied and isinstance(self.lm_head, NativeLinear) else self.embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

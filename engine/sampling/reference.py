@@ -39,28 +39,28 @@ LARGEST = torch.finfo(torch.float32).max
 def choose(
     logits: Tensor,
     tables: SamplingTables,
-    slots: Tensor,
+    seats: Tensor,
     numbers: Tensor,
     filters: Filters,
     masks: Tensor | None = None,
 ) -> Tensor:
-    """Chooses one token for each row of logits, and counts it in its slot for the penalties of the next.
+    """Chooses one token for each row of logits, and counts it in its seat for the penalties of the next.
 
     Every row is computed for itself: its token does not depend on the rows around it. Shapes are static and nothing
     waits for the device.
 
     Args:
         logits: [R, vocab] float32, float16 or bfloat16; they are not changed.
-        slots: [R] int32, -1 for padding; a slot with penalties stands there once at most.
-        numbers: [R] int32, the output tokens that each slot's sequence has already.
+        seats: [R] int32, -1 for padding; a seat with penalties stands there once at most.
+        numbers: [R] int32, the output tokens that each seat's sequence has already.
         masks: [R, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is set if token v may be chosen. None allows all.
 
     Returns:
         Token ids [R] int32, -1 where there is none.
     """
-    rows = _Rows(tables, slots, numbers)
+    rows = _Rows(tables, seats, numbers)
     raw = logits.float()
-    values = processed(raw, tables, slots, numbers, masks)
+    values = processed(raw, tables, seats, numbers, masks)
     peaks = values.amax(-1, keepdim=True)
     temperature = rows.column("temperature")[:, None]
     bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
@@ -74,10 +74,10 @@ def choose(
 
 
 def processed(
-    raw: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, masks: Tensor | None
+    raw: Tensor, tables: SamplingTables, seats: Tensor, numbers: Tensor, masks: Tensor | None
 ) -> Tensor:
     """[R, vocab] the float32 logits after biases, penalties and masks; arguments as in `choose`."""
-    rows = _Rows(tables, slots, numbers)
+    rows = _Rows(tables, seats, numbers)
     return _masked(_penalised(_biased(raw, rows), rows), masks)
 
 
@@ -130,12 +130,12 @@ def logprobs_of(logits: Tensor, rows: Tensor, token_ids: Tensor, norms: Tensor) 
 
 
 class _Rows:
-    """The tables as the R rows of a step see them; a row of padding sees slot 0."""
+    """The tables as the R rows of a step see them; a row of padding sees seat 0."""
 
-    def __init__(self, tables: SamplingTables, slots: Tensor, numbers: Tensor) -> None:
+    def __init__(self, tables: SamplingTables, seats: Tensor, numbers: Tensor) -> None:
         self.tables = tables
-        self.present = slots >= 0
-        self.slots = slots.clamp(min=0).long()
+        self.present = seats >= 0
+        self.seats = seats.clamp(min=0).long()
         self.numbers = numbers
 
     @property
@@ -144,11 +144,11 @@ class _Rows:
         return {name: self.column(name) for name in ("temperature", "top_k", "top_p", "min_p_depth")}
 
     def column(self, name: str) -> Tensor:
-        return self.tables.column(name)[self.slots]
+        return self.tables.column(name)[self.seats]
 
 
 def _biased(raw: Tensor, rows: _Rows) -> Tensor:
-    entries = rows.tables.biases[rows.slots]
+    entries = rows.tables.biases[rows.seats]
     codes, values = entries[..., 0], entries[..., 1].contiguous().view(torch.float32)
     active = torch.arange(entries.shape[1], device=raw.device) < rows.column("num_biases")[:, None]
     is_early = (rows.numbers < rows.column("min_tokens"))[:, None]

@@ -1,7 +1,7 @@
-"""Sampler: keeps the sampling parameters of the running sequences on the device, a row for each slot.
+"""Sampler: keeps the sampling parameters of the running sequences on the device, a row for each seat.
 
-A sequence's row is written once, when it gets its slot, by copies that the host does not wait for. A step then needs
-nothing from the host but which slots it samples.
+A sequence's row is written once, when it gets its seat, by copies that the host does not wait for. A step then needs
+nothing from the host but which seats it samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sampler:
 
     def __init__(
         self,
-        num_slots: int,
+        num_seats: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
         device: torch.device,
@@ -44,17 +44,17 @@ class Sampler:
         max_biases: int = 1152,
     ) -> None:
         self.vocab_size = vocab_size
-        self.tables = SamplingTables(num_slots, vocab_size, max_biases, num_slots, device)
+        self.tables = SamplingTables(num_seats, vocab_size, max_biases, num_seats, device)
         self._device = device
         self._max_biases = max_biases
         self._eos_token_ids = frozenset(eos_token_ids)
         self._choose = choose
-        self._sieve = Sieve(num_slots, device)
+        self._sieve = Sieve(num_seats, device)
         self._filters: dict[int, Filters] = {}
-        """The filters of the sequence in each slot."""
+        """The filters of the sequence in each seat."""
 
-    def assign(self, slot: int, sequence: Sequence) -> None:
-        """Writes all parameters of a sequence into its slot, in place of the slot's former ones.
+    def assign(self, seat: int, sequence: Sequence) -> None:
+        """Writes all parameters of a sequence into its seat, in place of the seat's former ones.
 
         Raises:
             ValueError: the request has more biased and banned tokens than there is room for.
@@ -69,33 +69,33 @@ class Sampler:
         with np.errstate(divide="ignore"):
             min_p_depth = float(-np.log(np.float64(params.min_p)))
         top_k = min(params.top_k, self.vocab_size)
-        sifted = self._sieve.assign(slot, params, top_k, min_p_depth)
+        sifted = self._sieve.assign(seat, params, top_k, min_p_depth)
         row["top_k"], row["top_p"], row["min_p_depth"] = (
             (0, 1.0, np.inf) if sifted else (top_k, params.top_p, min_p_depth)
         )
         row["repetition"], row["presence"] = params.repetition_penalty, params.presence_penalty
         row["frequency"] = params.frequency_penalty
         row["num_biases"] = len(biases)
-        row["counts_row"] = slot if has_penalties(params) else -1
+        row["counts_row"] = seat if has_penalties(params) else -1
         is_drawn = params.temperature > 0 and not sifted
-        self._filters[slot] = Filters(
+        self._filters[seat] = Filters(
             top_k=is_drawn and 0 < params.top_k < self.vocab_size,
             top_p=is_drawn and (params.top_p < 1 or params.min_p > 0),
             sifted=sifted,
         )
         if has_penalties(params):
-            self._count(slot, sequence)
+            self._count(seat, sequence)
         if len(biases):
-            self.tables.biases[slot, : len(biases)].copy_(self._staged(biases), non_blocking=True)
-        self.tables.rows[slot].copy_(self._staged(row.view(np.uint8)), non_blocking=True)
+            self.tables.biases[seat, : len(biases)].copy_(self._staged(biases), non_blocking=True)
+        self.tables.rows[seat].copy_(self._staged(row.view(np.uint8)), non_blocking=True)
 
-    def release(self, slot: int) -> None:
-        """Forgets the slot's sequence. A step in flight may still sample it; none that is launched later may."""
-        self._filters.pop(slot, None)
+    def release(self, seat: int) -> None:
+        """Forgets the seat's sequence. A step in flight may still sample it; none that is launched later may."""
+        self._filters.pop(seat, None)
 
-    def filters(self, slots: Iterable[int]) -> Filters:
-        """Returns at least the filters of a step over these slots; a slot of no sequence, or -1, has none."""
-        asked = [self._filters.get(slot, _NOTHING) for slot in slots]
+    def filters(self, seats: Iterable[int]) -> Filters:
+        """Returns at least the filters of a step over these seats; a seat of no sequence, or -1, has none."""
+        asked = [self._filters.get(seat, _NOTHING) for seat in seats]
         return Filters(
             top_k=any(filters.top_k for filters in asked),
             top_p=any(filters.top_p for filters in asked),
@@ -103,12 +103,12 @@ class Sampler:
         )
 
     def sample(
-        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
+        self, logits: Tensor, seats: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
     ) -> Tensor:
-        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least the slots' filters."""
+        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least the seats' filters."""
         if filters.sifted:
-            masks = self._sieve.masks(logits, self.tables, slots, numbers, masks)
-        return self._choose(logits, self.tables, slots, numbers, filters, masks)
+            masks = self._sieve.masks(logits, self.tables, seats, numbers, masks)
+        return self._choose(logits, self.tables, seats, numbers, filters, masks)
 
     def masks(self, masks: Masks, order: ListLike[tuple[int, int]]) -> Tensor:
         """[R, words] int32: the masks of rows, each given by its chunk and how many of its drafts come before."""
@@ -132,13 +132,13 @@ class Sampler:
         entries[:, 1] = np.array([params.logit_bias.get(i, 0.0) for i in ids], np.float32).view(np.int32)
         return entries
 
-    def _count(self, slot: int, sequence: Sequence) -> None:
-        """Fills the slot's row of counts with the sequence's tokens."""
+    def _count(self, seat: int, sequence: Sequence) -> None:
+        """Fills the seat's row of counts with the sequence's tokens."""
         num_prompt, token_ids = sequence.num_prompt_tokens, np.array(sequence.token_ids, np.int64)
         codes = 2 * np.bincount(token_ids[num_prompt:], minlength=self.vocab_size)
         if sequence.request.sampling.repetition_penalty != 1:
             codes[token_ids[:num_prompt]] |= 1
-        self.tables.counts[slot].copy_(self._staged(codes.astype(np.int32)), non_blocking=True)
+        self.tables.counts[seat].copy_(self._staged(codes.astype(np.int32)), non_blocking=True)
 
     def _staged(self, array: NDArray[np.generic]) -> Tensor:
         """A tensor whose copy to the device the host need not wait for: torch keeps its pinned memory until then."""

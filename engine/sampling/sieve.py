@@ -29,47 +29,47 @@ _ALL = Filters()
 
 
 class Sieve:
-    """The filters of the sequences in all slots, on the device."""
+    """The filters of the sequences in all seats, on the device."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._rows = torch.tensor(_FREE).repeat(num_slots, 1).to(device)
-        self._slots: set[int] = set()
-        """The slots whose sequences have one of these filters."""
+    def __init__(self, num_seats: int, device: torch.device) -> None:
+        self._rows = torch.tensor(_FREE).repeat(num_seats, 1).to(device)
+        self._seats: set[int] = set()
+        """The seats whose sequences have one of these filters."""
 
-    def assign(self, slot: int, params: SamplingParams, top_k: int, min_p_depth: float) -> bool:
-        """Takes the filters of the sequence that gets a slot, if it has one of these; says whether it has."""
+    def assign(self, seat: int, params: SamplingParams, top_k: int, min_p_depth: float) -> bool:
+        """Takes the filters of the sequence that gets a seat, if it has one of these; says whether it has."""
         if not is_sifted(params):
-            if slot in self._slots:
-                self._slots.remove(slot)
-                self._rows[slot].copy_(torch.tensor(_FREE))
+            if seat in self._seats:
+                self._seats.remove(seat)
+                self._rows[seat].copy_(torch.tensor(_FREE))
             return False
         others = (params.typical_p, params.top_a, params.xtc_probability, params.xtc_threshold)
-        self._rows[slot].copy_(torch.tensor((top_k, params.top_p, min_p_depth, *others)))
-        self._slots.add(slot)
+        self._rows[seat].copy_(torch.tensor((top_k, params.top_p, min_p_depth, *others)))
+        self._seats.add(seat)
         return True
 
     def masks(
-        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, masks: Tensor | None
+        self, logits: Tensor, tables: SamplingTables, seats: Tensor, numbers: Tensor, masks: Tensor | None
     ) -> Tensor:
         """Returns [R, words] int32, the tokens of its mask that each row's filters keep; arguments as in `choose`."""
         if logits.device.type != "cpu":
-            return self._kept(logits, tables, slots, numbers, masks)
+            return self._kept(logits, tables, seats, numbers, masks)
         words = -(-logits.shape[1] // 32)
-        found = torch.full((len(slots), words), -1, dtype=torch.int32) if masks is None else masks.clone()
-        for i, slot in enumerate(slots.tolist()):
-            if slot in self._slots:
+        found = torch.full((len(seats), words), -1, dtype=torch.int32) if masks is None else masks.clone()
+        for i, seat in enumerate(seats.tolist()):
+            if seat in self._seats:
                 row = slice(i, i + 1)
                 of_row = None if masks is None else masks[row]
-                found[row] = self._kept(logits[row], tables, slots[row], numbers[row], of_row)
+                found[row] = self._kept(logits[row], tables, seats[row], numbers[row], of_row)
         return found
 
     def _kept(
-        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, masks: Tensor | None
+        self, logits: Tensor, tables: SamplingTables, seats: Tensor, numbers: Tensor, masks: Tensor | None
     ) -> Tensor:
-        places = slots.clamp(min=0).long()
+        places = seats.clamp(min=0).long()
         column = dict(zip(_COLUMNS, self._rows[places].unbind(1), strict=True))
         column["temperature"] = tables.column("temperature")[places]
-        values = processed(logits.float(), tables, slots, numbers, masks)
+        values = processed(logits.float(), tables, seats, numbers, masks)
         depths = values.amax(-1, keepdim=True) - values
         weights = torch.exp(-depths.double() / column["temperature"].double().clamp(min=1e-30)[:, None])
         weights = torch.where(kept(depths, column, _ALL) & values.isfinite(), weights, 0.0)

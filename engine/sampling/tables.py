@@ -1,4 +1,4 @@
-"""The parameters by which the tokens of running sequences are chosen: a row for each slot, on the device.
+"""The parameters by which the tokens of running sequences are chosen: a row for each seat, on the device.
 
 The layout is shared by every implementation of the rule in `reference.py`: plain torch, Triton and C++.
 """
@@ -25,10 +25,10 @@ ROW = np.dtype(
         ("top_k", np.int32),  # 0 is off
         ("min_tokens", np.int32),
         ("num_biases", np.int32),
-        ("counts_row", np.int32),  # the row of `counts` that belongs to this slot, -1 without penalties
+        ("counts_row", np.int32),  # the row of `counts` that belongs to this seat, -1 without penalties
     ]
 )
-"""One slot's parameters as they lie in memory."""
+"""One seat's parameters as they lie in memory."""
 
 _TORCH_DTYPES = {"u8": torch.int64, "f4": torch.float32, "i4": torch.int32}
 
@@ -50,28 +50,28 @@ GRAPH_FILTERS = tuple(Filters(top_k, top_p) for top_k, top_p in product((False, 
 
 
 class SamplingTables:
-    """The parameters of every slot.
+    """The parameters of every seat.
 
     Attributes:
-        rows: [num_slots, ROW.itemsize] uint8.
-        biases: [num_slots, max_biases, 2] int32: pairs of a token id and the bits of the float32 that is added to its
-            logit; an id v that is banned before `min_tokens` stands as -1 - v. No id stands twice in a slot.
+        rows: [num_seats, ROW.itemsize] uint8.
+        biases: [num_seats, max_biases, 2] int32: pairs of a token id and the bits of the float32 that is added to its
+            logit; an id v that is banned before `min_tokens` stands as -1 - v. No id stands twice in a seat.
         counts: [max_penalised, vocab] int32: twice the times that a token is in the output, plus 1 if it is in the
             prompt and repetition is penalised; 0 is a token that no penalty applies to.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, max_biases: int, max_penalised: int, device: torch.device
+        self, num_seats: int, vocab_size: int, max_biases: int, max_penalised: int, device: torch.device
     ) -> None:
         self.vocab_size = vocab_size
-        self.rows = torch.zeros(num_slots, ROW.itemsize, dtype=torch.uint8, device=device)
-        self.biases = torch.zeros(num_slots, max_biases, 2, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(num_seats, ROW.itemsize, dtype=torch.uint8, device=device)
+        self.biases = torch.zeros(num_seats, max_biases, 2, dtype=torch.int32, device=device)
         self.counts = _zeros(max_penalised, vocab_size, device)
         self._by_dtype = {dtype: self.rows.view(dtype) for dtype in _TORCH_DTYPES.values()}
         self.column("counts_row").fill_(-1)
 
     def column(self, name: str) -> Tensor:
-        """[num_slots] one field of ROW; `state` as int64."""
+        """[num_seats] one field of ROW; `state` as int64."""
         field, offset = ROW.fields[name][:2]  # type: ignore[index]
         return self._by_dtype[_TORCH_DTYPES[field.str[1:]]][:, offset // field.itemsize]
 
@@ -81,7 +81,7 @@ class SamplingTables:
 
 
 Choose = Callable[[Tensor, SamplingTables, Tensor, Tensor, Filters, Tensor | None], Tensor]
-"""An implementation of the rule: logits, tables, slots, numbers, filters, masks -> tokens; see `reference.choose`."""
+"""An implementation of the rule: logits, tables, seats, numbers, filters, masks -> tokens; see `reference.choose`."""
 
 MostLikely = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 """Finds the most likely tokens of rows of logits; see `reference.most_likely`."""

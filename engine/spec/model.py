@@ -9,7 +9,7 @@ from penstock.engine.spec.attention import Attention, Rope
 from penstock.engine.spec.experts import Experts
 from penstock.engine.spec.feed_forward import Mlp
 from penstock.engine.spec.maps import LinearMap, Norm, Rows, Vector
-from penstock.engine.spec.state import StateMixer
+from penstock.engine.spec.state_mixers import StateMixer
 
 Mixer = Attention | StateMixer
 """The part of a layer in which tokens see earlier ones."""

@@ -19,7 +19,7 @@ from penstock.app.arguments import count, listed
 from penstock.app.measures import measure_memory, measure_peak
 from penstock.engine.cores import num_cores
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team, load_library
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team, load_library
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.ops import Heads, Op, Program
@@ -142,8 +142,8 @@ def _say(
     )
 
 
-def _random(team: Team, num_rows: int, num_columns: int) -> PackedLinear:
-    return PackedLinear(team, torch.randn(num_rows, num_columns), None, torch.float32)
+def _random(team: Team, num_rows: int, num_columns: int) -> NativeLinear:
+    return NativeLinear(team, torch.randn(num_rows, num_columns), None, torch.float32)
 
 
 def _arguments() -> argparse.Namespace:

@@ -20,8 +20,8 @@ from penstock.app.measures import measure_memory
 from penstock.app.tables import number, table
 from penstock.engine.fields import Fields
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.experts import packed_experts
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team, load_library
+from penstock.engine.kernels.cpu.experts import native_experts
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team, load_library
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.linear import Linear
@@ -119,10 +119,10 @@ class Model:
     def expert_bytes(self) -> int:
         return sum(linears[0].num_bytes for linears in self._first())
 
-    def _first(self) -> list[list[PackedLinear]]:
+    def _first(self) -> list[list[NativeLinear]]:
         """Gates and ups, and the maps after them, of the experts of the first layer."""
         own = next(op.experts for op in self.decoder.program.ops if op.experts is not None)
-        return [packed_experts(own.gate_up), packed_experts(own.down)]
+        return [native_experts(own.gate_up), native_experts(own.down)]
 
     def dense_seconds(self, rows: int) -> float:
         """The time of so many rows through the linear maps of `top_k` experts, all rows through each."""

@@ -16,7 +16,7 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.program.interpreter import Interpreter
@@ -77,11 +77,11 @@ class StepParts:
     def __init__(self, model: LoadedModel) -> None:
         self.model, self.lm_head = model, model.lm_head
         self.layers = model.decoder.linears if isinstance(model.decoder, NativeDecoder) else []
-        for slot in range(_MOST_SEQUENCES):
+        for seat in range(_MOST_SEQUENCES):
             request = Request(
-                request_id=str(slot), prompt_token_ids=(0,), sampling=SamplingParams(temperature=0)
+                request_id=str(seat), prompt_token_ids=(0,), sampling=SamplingParams(temperature=0)
             )
-            model.sampler.assign(slot, Sequence(request))
+            model.sampler.assign(seat, Sequence(request))
 
     def measure(self, case: Case, most_repeats: int) -> Row:
         """The least time of each part over some timed steps, and that of as many whole steps that were not timed.
@@ -143,7 +143,7 @@ class StepParts:
         Nothing of linear maps that are not the native kernels'.
         """
         found = {"attention": self._attention(case)}
-        if isinstance(self.lm_head, PackedLinear):
+        if isinstance(self.lm_head, NativeLinear):
             found["head"] = _product(self.lm_head, case.sequences)
         found |= self._states(case) if self.model.states is not None else {}
         for name in _LINEARS:
@@ -185,9 +185,9 @@ class StepParts:
         }
 
     def _choose(self, logits: Tensor) -> None:
-        slots = torch.arange(logits.shape[0], dtype=torch.int32)
+        seats = torch.arange(logits.shape[0], dtype=torch.int32)
         sampler = self.model.sampler
-        sampler.sample(logits, slots, torch.zeros_like(slots), sampler.filters(range(logits.shape[0])))
+        sampler.sample(logits, seats, torch.zeros_like(seats), sampler.filters(range(logits.shape[0])))
 
     def _row(self, case: Case, parts: dict[str, Part], plain_s: float) -> Row:
         work = self.work(case)
@@ -207,7 +207,7 @@ class StepParts:
         }
 
 
-def _product(linear: PackedLinear, rows: int) -> Work:
+def _product(linear: NativeLinear, rows: int) -> Work:
     flop = 2.0 * rows * linear.num_rows * linear.in_features
     return Work(flop, linear.num_bytes, linear.activation_dtype.itemsize)
 

@@ -11,7 +11,7 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Plan, Sampled, StepResult
+from penstock.engine.planning.step import Sampled, StepPlan, StepResult
 from penstock.priority.queue import LaneQueue
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def _step(scheduler: Scheduler, seats: Seats) -> float:
     return time.perf_counter() - executed + placed - started
 
 
-def _place(plan: Plan, seats: Seats) -> None:
+def _place(plan: StepPlan, seats: Seats) -> None:
     from penstock.engine.execution.seats import StepShape
 
     placed = seats.place(plan, StepShape.of(plan))
     seats.note_launched(plan, placed.seats)
 
 
-def _result(plan: Plan) -> StepResult:
+def _result(plan: StepPlan) -> StepResult:
     return StepResult([Sampled([chunk.start % 1000]) for chunk in plan.chunks if chunk.samples])

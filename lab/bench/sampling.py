@@ -83,16 +83,16 @@ def _step(
     """`word`: of each row's mask; None for no masks."""
     num_rows, vocab = logits.shape
     sampler = Sampler(num_rows, vocab, (), torch.device("cpu"), NativeChoose(team))
-    for slot in range(num_rows):
-        sequence = Sequence(Request(request_id=str(slot), prompt_token_ids=(1, 2), sampling=params))
-        sampler.assign(slot, sequence)
-    slots = torch.arange(num_rows, dtype=torch.int32)
-    numbers, filters = torch.zeros_like(slots), sampler.filters(range(num_rows))
+    for seat in range(num_rows):
+        sequence = Sequence(Request(request_id=str(seat), prompt_token_ids=(1, 2), sampling=params))
+        sampler.assign(seat, sequence)
+    seats = torch.arange(num_rows, dtype=torch.int32)
+    numbers, filters = torch.zeros_like(seats), sampler.filters(range(num_rows))
     masks = None
     if word is not None:
         masks = torch.full((num_rows, num_words(vocab)), word, dtype=torch.int32)
         masks[:, 7] = 255
-    return lambda: sampler.sample(logits, slots, numbers, filters, masks)
+    return lambda: sampler.sample(logits, seats, numbers, filters, masks)
 
 
 def _seconds(call: Callable[[], object]) -> float:

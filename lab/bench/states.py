@@ -31,7 +31,7 @@ from penstock.engine.kernels.state_cache import StateCache, StateLayout
 from penstock.engine.model.parse import parse_config
 from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.native import NativeDecoder
-from penstock.engine.program.native_layers import packed
+from penstock.engine.program.native_layers import native_linear
 from penstock.engine.program.parameters import Weights
 from penstock.engine.spec import LinearMap
 
@@ -85,7 +85,9 @@ class Model:
     @property
     def num_bytes(self) -> int:
         """The bytes that a token reads."""
-        weights = sum(packed(op.linear).num_bytes for op in self.decoder.program.ops if op.linear is not None)
+        weights = sum(
+            native_linear(op.linear).num_bytes for op in self.decoder.program.ops if op.linear is not None
+        )
         return weights + self.states.layout.slot_bytes
 
     def batch(

@@ -20,13 +20,13 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import OPEN, Plan
+from penstock.engine.planning.step import OPEN, StepPlan
 from penstock.priority.queue import LaneQueue
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    plan: Plan
+    plan: StepPlan
     num_tokens: int
     """Tokens that it brought to all sequences together."""
     seconds: float
@@ -44,7 +44,7 @@ class Stepper:
 
     def run(self, requests: Sequence[Request], drafting: Drafting | None = None) -> list[Step]:
         """The steps until all requests, which run at the same time, are done."""
-        scheduler, flights = self._scheduler(requests, drafting), deque[tuple[Plan, StepInFlight]]()
+        scheduler, flights = self._scheduler(requests, drafting), deque[tuple[StepPlan, StepInFlight]]()
         found, ended_s = list[Step](), time.perf_counter()
 
         def land(num_left: int) -> None:
@@ -92,7 +92,7 @@ class Always(Drafting):
     def is_due(self) -> bool:
         return True
 
-    def extend(self, plan: Plan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
+    def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
         lengths = [
             min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
@@ -107,10 +107,10 @@ class Always(Drafting):
         for chunk, drafts in zip(chunks, found, strict=True):
             set_drafts(plan, chunk, drafts, name)
 
-    def note_made(self, plan: Plan, made: Sequence[list[int]], seconds: float) -> None:  # noqa: ARG002
+    def note_made(self, plan: StepPlan, made: Sequence[list[int]], seconds: float) -> None:  # noqa: ARG002
         for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):
             chunk.drafts = drafts
 
-    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:  # noqa: ARG002
+    def fill(self, plan: StepPlan, made: list[list[int]], seconds: float) -> None:  # noqa: ARG002
         for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):
             set_drafts(plan, chunk, drafts, DRAFT_MODEL)

@@ -29,7 +29,7 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.priority.lanes import Lane
@@ -85,7 +85,7 @@ class _Timed:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.is_timing = False
-        self.events: list[tuple[Plan, torch.cuda.Event, torch.cuda.Event]] = []
+        self.events: list[tuple[StepPlan, torch.cuda.Event, torch.cuda.Event]] = []
 
     def load(self) -> RunnerFacts:
         return self._runner.load()
@@ -96,10 +96,10 @@ class _Timed:
     def close(self) -> None:
         self._runner.close()
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         return self._runner.draft(plan, may_stay=may_stay)
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         if not self.is_timing:
             return self._runner.launch(plan)
         torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]

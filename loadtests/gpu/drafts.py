@@ -35,7 +35,7 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 
 _PROMPT_TOKENS = 32
 _SETTLING_STEPS = 4
@@ -71,13 +71,13 @@ class ForcedModel(Always):
         super().__init__(None, length)
         self.forced = forced
 
-    def must_know(self, plan: Plan) -> bool:  # noqa: ARG002
+    def must_know(self, plan: StepPlan) -> bool:  # noqa: ARG002
         return True
 
-    def fill(self, plan: Plan, made: list[list[int]], seconds: float) -> None:
+    def fill(self, plan: StepPlan, made: list[list[int]], seconds: float) -> None:
         super().fill(plan, self.forced.propose([], [len(drafts) for drafts in made]), seconds)
 
-    def give_up(self, plan: Plan) -> None:  # noqa: ARG002
+    def give_up(self, plan: StepPlan) -> None:  # noqa: ARG002
         """Ends the run with what failed: steps without drafts are not what is measured."""
         raise
 

@@ -264,12 +264,12 @@ def sampler(bench: Bench) -> None:
 def _sampling(bench: Bench, logits: Tensor, params: SamplingParams) -> Callable[[], object]:
     rows, vocabulary = logits.shape
     sampler = Sampler(rows, vocabulary, (), bench.device, bench.kernels.choose)
-    for slot in range(rows):
-        sampling = replace(params, seed=slot)
-        request = Request(request_id=str(slot), prompt_token_ids=(0,), sampling=sampling)
-        sampler.assign(slot, Sequence(request))
-    slots = torch.arange(rows, dtype=torch.int32, device=bench.device)
-    return partial(sampler.sample, logits, slots, torch.zeros_like(slots), sampler.filters(range(rows)))
+    for seat in range(rows):
+        sampling = replace(params, seed=seat)
+        request = Request(request_id=str(seat), prompt_token_ids=(0,), sampling=sampling)
+        sampler.assign(seat, Sequence(request))
+    seats = torch.arange(rows, dtype=torch.int32, device=bench.device)
+    return partial(sampler.sample, logits, seats, torch.zeros_like(seats), sampler.filters(range(rows)))
 
 
 if __name__ == "__main__":

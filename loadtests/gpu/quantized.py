@@ -72,10 +72,10 @@ def make_linear(dtype: torch.dtype, device: torch.device) -> Callable[[PackedWei
     if device.type != "cuda":
         return lambda weight: UnpackedLinear(weight, None)
     # Not above: there is no triton where nothing is measured.
-    from penstock.engine.kernels.triton.packed_linear import PackedLinears, multiplies_float8
+    from penstock.engine.kernels.triton.packed_linear import LinearChooser, multiplies_float8
     from penstock.engine.kernels.triton.tiles import Card
 
-    linears = PackedLinears(Card.of(device), multiplies_float8(device, dtype))
+    linears = LinearChooser(Card.of(device), multiplies_float8(device, dtype))
     return lambda weight: linears(weight, None)
 
 

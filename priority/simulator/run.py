@@ -13,7 +13,7 @@ from penstock.engine.planning.prefix_events import PrefixLog
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue, StepLoad
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
+from penstock.engine.planning.step import Chunk, Sampled, StepPlan, StepResult
 from penstock.priority.baselines import FirstComeQueue
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
@@ -219,7 +219,7 @@ class Server(TokenSink):
         if until_s < inf:
             self.now = max(self.now, until_s)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         num_before = self.scheduler.sequences.counters.num_preemptions
         self.scheduler.sequences.take_departed()
         plan = self.scheduler.plan(self.now)
@@ -255,7 +255,7 @@ class Server(TokenSink):
             served.refused = "queue_timeout"
             self.on_end(request.request_id, served)
 
-    def _step(self, plan: Plan) -> None:
+    def _step(self, plan: StepPlan) -> None:
         num_decode = num_context = num_sampled = 0
         for chunk in plan.chunks:
             num_decode += chunk.start >= chunk.sequence.num_prompt_tokens
@@ -311,7 +311,7 @@ class Server(TokenSink):
     def _end(self, ending: list[Sequence], run: _Run) -> None:
         """The last token of these, by the scheduler itself."""
         self._extend(ending, run.num_steps - 1, run)
-        plan = Plan()
+        plan = StepPlan()
         for sequence in ending:
             self.memory.grow(sequence, sequence.num_computed + 1)
             plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True, sequence.num_preemptions))

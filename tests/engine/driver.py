@@ -19,7 +19,7 @@ from penstock.engine.planning.masks import StepMasks
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.text.grammar import CompiledGrammar
 from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue
@@ -131,7 +131,7 @@ class Driver:
             step += 1
         self.scheduler.sequences.check()
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.scheduler.plan(0.0)
         self.runs.forget(self.scheduler.sequences.take_departed())
         if self.masks is not None:

@@ -22,8 +22,8 @@ from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import TokenSink
-from penstock.engine.planning.states import ChunkState
-from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
+from penstock.engine.planning.state_records import ChunkState
+from penstock.engine.planning.step import Chunk, Sampled, StepPlan, StepResult
 from tests.engine.fake_states import FakeRows, FakeStates
 
 VOCABULARY = 50
@@ -107,7 +107,7 @@ class FakeRunner:
             if self.drafter is not None:
                 self.drafter.kv.forget(sequence)
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         """Some drafts stay, at random, and some of those that stay are of the first places only."""
         assert self.drafter is not None
         made, self._left = self.drafter.draft(plan), {}
@@ -124,17 +124,17 @@ class FakeRunner:
         """The drafts of a chunk, whether the host knows them or not."""
         return self._left[chunk.sequence] if chunk.is_open else chunk.drafts
 
-    def made(self, plan: Plan) -> list[list[int]]:
+    def made(self, plan: StepPlan) -> list[list[int]]:
         """The drafts of a plan that the host does not know."""
         return [self._left[chunk.sequence] for chunk in plan.chunks if chunk.is_open]
 
     def close(self) -> None:
         self.closed = True
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         return EndedStep(self.execute(plan))
 
-    def execute(self, plan: Plan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -150,10 +150,10 @@ class FakeRunner:
         sampled = [self._sample(chunk) for chunk in plan.chunks if chunk.samples]
         return StepResult(sampled, made=self.made(plan), drafting_s=1.0)
 
-    def _has_room(self, plan: Plan) -> bool:
+    def _has_room(self, plan: StepPlan) -> bool:
         return plan.num_tokens <= self.room
 
-    def _refuse_if_too_large(self, plan: Plan) -> None:
+    def _refuse_if_too_large(self, plan: StepPlan) -> None:
         if not self._has_room(plan):
             self.num_refused += 1
             raise OutOfMemory(f"tried to allocate {plan.num_tokens} tokens")
@@ -273,7 +273,7 @@ class FakeDraftModel:
         self._pace, self._rightness = pace, accuracy
         self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def draft(self, plan: Plan) -> list[list[int]]:
+    def draft(self, plan: StepPlan) -> list[list[int]]:
         """Of some of the sequences, at random, it knows nothing."""
         asked = [chunk for chunk in plan.chunks if chunk.is_open]
         lengths = {c.sequence: len(c.drafts) for c in asked if self._pace.random() < 0.9}
@@ -329,7 +329,7 @@ class UnpricedDrafting(Drafting):
     def is_due(self) -> bool:
         return self._random.random() < 0.8
 
-    def extend(self, plan: Plan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: StepPlan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         self._pace(sum(chunk.samples for chunk in plan.chunks)).begin_paying()
         super().extend(plan, tables, num_tokens, most_s)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engine.planning.states import ChunkState
+from penstock.engine.planning.state_records import ChunkState
 
 
 @dataclass(frozen=True)

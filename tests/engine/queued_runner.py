@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from penstock.engine.planning.device import OutOfMemory
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.states import ChunkState
-from penstock.engine.planning.step import Chunk, Plan, Sampled, StepResult
+from penstock.engine.planning.state_records import ChunkState
+from penstock.engine.planning.step import Chunk, Sampled, StepPlan, StepResult
 from tests.engine.fake_runner import FakeRunner, next_token
 
 
@@ -54,7 +54,7 @@ class QueuedChunk:
 
 
 class QueuedStep:
-    def __init__(self, runner: QueuedRunner, plan: Plan) -> None:
+    def __init__(self, runner: QueuedRunner, plan: StepPlan) -> None:
         self.runner = runner
         sizes = runner.block_size, len(runner.windows)
         self.chunks = [QueuedChunk.of(chunk, runner.drafts_of(chunk), *sizes) for chunk in plan.chunks]
@@ -114,7 +114,7 @@ class QueuedRunner(FakeRunner):
 
         tables.pool.allocate = watched  # type: ignore[method-assign]
 
-    def launch(self, plan: Plan) -> QueuedStep:
+    def launch(self, plan: StepPlan) -> QueuedStep:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -128,7 +128,7 @@ class QueuedRunner(FakeRunner):
         self._run_some()
         return step
 
-    def refused_late(self, plan: Plan) -> RefusedStep:
+    def refused_late(self, plan: StepPlan) -> RefusedStep:
         """A step whose pass is launched, and nothing else."""
         step = RefusedStep(self, plan)
         self._break_off(step)

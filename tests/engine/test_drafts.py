@@ -22,7 +22,7 @@ from penstock.engine.planning.drafting import Proposer
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Output, Request, Sequence
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.timings import DraftCount
 from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
@@ -375,7 +375,7 @@ def test_only_shared_tokens_are_drafted(
     proposed: list[int] = []
     draft = other.runner.draft
 
-    def noted(plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
+    def noted(plan: StepPlan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
         found = draft(plan, may_stay=False)
         assert found is not None
         proposed.extend(token for drafts in found for token in drafts)

@@ -18,7 +18,7 @@ from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
@@ -56,7 +56,7 @@ def recorded(driver: Driver, patch: pytest.MonkeyPatch) -> list[Drafted]:
     drafter_of(driver)
     drafted, draft = list[Drafted](), driver.runner.draft
 
-    def noted(plan: Plan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
+    def noted(plan: StepPlan, *, may_stay: bool) -> list[list[int]]:  # noqa: ARG001
         found = draft(plan, may_stay=False)
         assert found is not None
         for chunk, drafts in zip([c for c in plan.chunks if c.is_open], found, strict=True):

@@ -15,7 +15,7 @@ from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output
 from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import ExpertLoad, ExpertUse, Plan, StepResult
+from penstock.engine.planning.step import ExpertLoad, ExpertUse, StepPlan, StepResult
 from penstock.engine.planning.timings import ExpertSums
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
@@ -37,7 +37,7 @@ class GatedRunner(FakeRunner):
             raise self.load_error
         return super().load()
 
-    def execute(self, plan: Plan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         self.entered.put(len(plan.chunks))
         assert self.gate.acquire(timeout=PATIENCE_S)
         return super().execute(plan)
@@ -205,7 +205,7 @@ def test_the_time_that_drafting_took_is_none_of_the_steps(
     loads: list[StepLoad] = []
     execute = harness.runner.execute
 
-    def with_drafts(plan: Plan) -> StepResult:
+    def with_drafts(plan: StepPlan) -> StepResult:
         plan.drafting_s = 1.0
         return execute(plan)
 
@@ -223,7 +223,7 @@ def test_experts_are_reported_with_the_step_that_counted_it() -> None:
     use = ExpertUse(12, 2, ExpertLoad(experts=1.5, ranks=1.25))
 
     class CountingRunner(GatedRunner):
-        def execute(self, plan: Plan) -> StepResult:
+        def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
             result.experts = use if plan.num_prefill else None
             return result
@@ -239,7 +239,7 @@ def test_experts_are_reported_with_the_step_that_counted_it() -> None:
 
 def test_a_reply_tells_the_experts_of_the_steps_after_its_first_token() -> None:
     class CountingRunner(GatedRunner):
-        def execute(self, plan: Plan) -> StepResult:
+        def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
             result.experts = ExpertUse(100 if plan.num_prefill else 8, 2)
             return result

@@ -14,7 +14,7 @@ from penstock.engine.planning.device import DeviceError, RunnerFacts
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
@@ -40,7 +40,7 @@ class StepRunner(FakeRunner):
             raise self.load_fault
         return super().load()
 
-    def execute(self, plan: Plan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         self.entered.put(len(plan.chunks))
         assert self.gate.acquire(timeout=PATIENCE_S)
         if self.always is not None:

@@ -22,7 +22,7 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Chunk, Plan, StepResult
+from penstock.engine.planning.step import Chunk, StepPlan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, UnpricedDrafting, expected_output
 from tests.engine.fake_states import FakeStates
@@ -50,7 +50,7 @@ class TroubledRunner(QueuedRunner):
     def load(self) -> RunnerFacts:
         return replace(super().load(), plain_ahead_s=self.plain_ahead_s)
 
-    def launch(self, plan: Plan) -> QueuedStep:
+    def launch(self, plan: StepPlan) -> QueuedStep:
         with self._mistakes_told():
             return self._launched(plan)
 
@@ -74,7 +74,7 @@ class TroubledRunner(QueuedRunner):
         except AssertionError as mistake:
             raise DeviceError(str(mistake)) from mistake
 
-    def _launched(self, plan: Plan) -> QueuedStep:
+    def _launched(self, plan: StepPlan) -> QueuedStep:
         assert all(chunk.sequence.finish_reason is None for chunk in plan.chunks), "nobody waits for it"
         if self._random.random() < 0.1:
             plan.is_beside = False
@@ -170,7 +170,7 @@ class EngineByTurns:
         self.engine._turn(self.scheduler)
         self.scheduler.sequences.check()
 
-    def limit(self, scheduler: Scheduler, plan: Plan) -> None:  # noqa: ARG002
+    def limit(self, scheduler: Scheduler, plan: StepPlan) -> None:  # noqa: ARG002
         """What a step may choose depends on tokens in flight, perhaps."""
         if self.pace.random() < 0.2:
             self.runner.is_launching = True

@@ -19,7 +19,7 @@ from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeProposer, FakeSink, drafting_always, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep
@@ -44,7 +44,7 @@ class TroubledRunner(QueuedRunner):
     def load(self) -> RunnerFacts:
         return replace(super().load(), plain_ahead_s=self.plain_ahead_s)
 
-    def launch(self, plan: Plan) -> QueuedStep:
+    def launch(self, plan: StepPlan) -> QueuedStep:
         self.asked.append(("launch", plan.number))
         if faults := self.launch_faults.get(plan.number):
             raise faults.pop(0)
@@ -335,7 +335,7 @@ def test_who_ended_before_the_choice_is_not_launched_again(
     runner, engine, launched = harness.runner, harness.engine, list[list[str]]()
     launch = runner.launch
 
-    def refuse_the_second(plan: Plan) -> QueuedStep:
+    def refuse_the_second(plan: StepPlan) -> QueuedStep:
         launched.append([chunk.sequence.request.request_id for chunk in plan.chunks])
         return runner.refused_late(plan) if len(launched) == 2 else launch(plan)
 

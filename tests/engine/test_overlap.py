@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.scheduler import TokenSink
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.text.stop_strings import TextStream
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
@@ -198,7 +198,7 @@ def test_the_token_after_the_end_is_told_to_nobody_and_never_found() -> None:
 
 
 def test_who_gave_way_starts_again_when_its_token_in_flight_is_known() -> None:
-    """Its slot on the device, where the token is, may be another's by then."""
+    """Its seat on the device, where the token is, may be another's by then."""
     run, _ = queued_run(alone(max_tokens=4), 0, stops=False)
     run.step()
     run.preempt(0)
@@ -276,7 +276,7 @@ def test_what_was_given_up_for_an_urgent_request_is_not_taken_back_by_who_gave_i
 def test_a_plan_that_is_empty_waits_for_the_step_in_flight(runs_early: bool) -> None:
     """The last token is on its way: there is nothing to plan, and the work is not over."""
     run = Run(alone(max_tokens=1), runner=QueuedRunner(60, BLOCK_SIZE, lambda: runs_early))
-    seen: list[Plan] = []
+    seen: list[StepPlan] = []
     run._watch = lambda _, plan: seen.append(plan)
     run.finish()
     assert [len(plan.chunks) for plan in seen] == [1, 0]

@@ -14,7 +14,7 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.planning.lookup import Lookup
 from tests.engine.driver import Driver
 from tests.engine.fake_runner import drafting_always
-from tests.engine.model.gguf.test_states import CHANGES
+from tests.engine.model.gguf.test_stored_states import CHANGES
 from tests.engine.model.test_prediction import drafting, load
 from tests.engine.model.test_transformer import make_batch
 from tests.engine.predictions import ReferencePrediction, make_predicting, write_predicting

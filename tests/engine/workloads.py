@@ -14,7 +14,7 @@ from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 
@@ -77,7 +77,7 @@ class Run:
     def __init__(
         self,
         workload: Workload,
-        watch: Callable[[Run, Plan], None] = lambda *_: None,
+        watch: Callable[[Run, StepPlan], None] = lambda *_: None,
         *,
         runner: FakeRunner | None = None,
         sink: TokenSink | None = None,
@@ -96,7 +96,7 @@ class Run:
         self.tokens: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}
         self.ended: dict[Key, Output] = {}
-        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
+        self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
         self._watch = watch
         self._to_come = sorted(
             zip(workload.arrivals, workload.requests, strict=True), key=lambda pair: pair[0]
@@ -181,7 +181,7 @@ class Run:
     def sequences(self) -> list[Sequence]:
         return [*self.scheduler.sequences.running, *self.scheduler.sequences.waiting]
 
-    def _execute(self, plan: Plan) -> list[Output]:
+    def _execute(self, plan: StepPlan) -> list[Output]:
         if plan.chunks:
             self.flights.append((plan, launch_fitting(self.runner, self.scheduler, plan)))
         self._watch(self, plan)

@@ -25,7 +25,7 @@ from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap, block_map
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
-from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.planning.timings import Timings
 from penstock.engine.text.grammars import Grammars

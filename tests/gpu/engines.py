@@ -18,7 +18,7 @@ from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import SchedulerLimits
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.priority.queue import LaneQueue
 from tests.engine.driver import NoText
 from tests.gpu.cuda import DEVICE
@@ -38,10 +38,10 @@ class OneByOne:
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self._runner.forget(sequences)
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         return self._runner.draft(plan, may_stay=may_stay)
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         return self._runner.launch(plan)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from penstock.engine.kernels.packed import Code, UnpackedLinear
 from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
-    PackedLinears,
+    LinearChooser,
     RoundedLinear,
     ScaledLinear,
     TritonLinear,
@@ -109,7 +109,7 @@ def test_products_in_e4m3() -> None:
         pytest.skip("torch does not multiply e4m3 by rows and columns on this card")
     example = Kind(code=Code.FLOAT8).random(512, 4096, DEVICE)
     bias = random(512, dtype=torch.bfloat16)
-    linear = PackedLinears(Card.of(DEVICE), True)(example.weight, bias)
+    linear = LinearChooser(Card.of(DEVICE), True)(example.weight, bias)
     assert isinstance(linear, ScaledLinear)
     x = random(MIN_SCALED_ROWS, 4096, dtype=torch.bfloat16)
     numbers, scale = quantize_rows(x, FLOAT8)

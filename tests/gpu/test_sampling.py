@@ -33,22 +33,22 @@ def params_of(row: int) -> SamplingParams:
     )
 
 
-SLOTS = list(range(ROWS))
+SEATS = list(range(ROWS))
 
 
 def make_sampler(vocab: int) -> Sampler:
     from penstock.engine.kernels.triton.sampling import TritonChoose
 
     sampler = Sampler(ROWS, vocab, (1,), DEVICE, TritonChoose(ROWS, vocab, DEVICE))
-    for slot in SLOTS:
-        request = Request(request_id=str(slot), prompt_token_ids=(5, 6, 7), sampling=params_of(slot))
-        sampler.assign(slot, Sequence(request))
+    for seat in SEATS:
+        request = Request(request_id=str(seat), prompt_token_ids=(5, 6, 7), sampling=params_of(seat))
+        sampler.assign(seat, Sequence(request))
     return sampler
 
 
-def slots_and_numbers(number: int) -> tuple[Tensor, Tensor]:
-    slots = torch.tensor(SLOTS, dtype=torch.int32, device=DEVICE)
-    return slots, torch.full_like(slots, number)
+def seats_and_numbers(number: int) -> tuple[Tensor, Tensor]:
+    seats = torch.tensor(SEATS, dtype=torch.int32, device=DEVICE)
+    return seats, torch.full_like(seats, number)
 
 
 def random_logits(vocab: int, count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -63,7 +63,7 @@ def test_the_tokens_are_those_of_plain_torch(vocab: int, dtype: torch.dtype) -> 
     """Half precision brings many ties."""
     sampler = make_sampler(vocab)
     for number, logits in enumerate(random_logits(vocab, 6, dtype)):
-        checked_sample(sampler, logits, *slots_and_numbers(number), Filters())
+        checked_sample(sampler, logits, *seats_and_numbers(number), Filters())
 
 
 def test_it_can_be_captured_and_counts_what_it_chose() -> None:
@@ -71,28 +71,28 @@ def test_it_can_be_captured_and_counts_what_it_chose() -> None:
     vocab, num_steps = 32_000, 5
     logits = random_logits(vocab, num_steps)
     captured, plain = make_sampler(vocab), make_sampler(vocab)
-    slots, numbers = slots_and_numbers(0)
+    seats, numbers = seats_and_numbers(0)
     rows = logits[0].clone()
-    captured.sample(rows, torch.full_like(slots, -1), numbers, Filters())
+    captured.sample(rows, torch.full_like(seats, -1), numbers, Filters())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ids = captured.sample(rows, slots, numbers, Filters())
+        token_ids = captured.sample(rows, seats, numbers, Filters())
     for number in range(num_steps):
         rows.copy_(logits[number])
         numbers.fill_(number)
         graph.replay()
-        expected = plain.sample(logits[number], *slots_and_numbers(number), Filters())
+        expected = plain.sample(logits[number], *seats_and_numbers(number), Filters())
         assert token_ids.equal(expected)
     assert captured.tables.counts.equal(plain.tables.counts)
 
 
 def test_a_row_that_is_not_finite_is_told_and_no_other() -> None:
     logits = random_logits(32_000, 1)[0]
-    expected = make_sampler(32_000).sample(logits, *slots_and_numbers(0), Filters()).tolist()
+    expected = make_sampler(32_000).sample(logits, *seats_and_numbers(0), Filters()).tolist()
     logits[3, 17] = torch.nan
     logits[5, 18] = torch.inf
-    found = make_sampler(32_000).sample(logits, *slots_and_numbers(0), Filters()).tolist()
+    found = make_sampler(32_000).sample(logits, *seats_and_numbers(0), Filters()).tolist()
     assert found[3] == found[5] == -1
     assert [t for i, t in enumerate(found) if i not in (3, 5)] == [
         t for i, t in enumerate(expected) if i not in (3, 5)
@@ -109,13 +109,13 @@ def test_a_row_does_not_depend_on_the_rows_around_it(params: dict[str, float]) -
     alone, among = (Sampler(ROWS, vocab, (1,), DEVICE, TritonChoose(ROWS, vocab, DEVICE)) for _ in range(2))
     sampling = SamplingParams(**params, seed=7)  # type: ignore[arg-type]
     request = Request(request_id="r", prompt_token_ids=(5,), sampling=sampling)
-    for slot in SLOTS:
-        among.assign(slot, Sequence(request))
+    for seat in SEATS:
+        among.assign(seat, Sequence(request))
     alone.assign(0, Sequence(request))
-    slots, numbers = slots_and_numbers(0)
+    seats, numbers = seats_and_numbers(0)
     filters = alone.filters([0])
-    tokens = among.sample(logits, slots, numbers, filters)
+    tokens = among.sample(logits, seats, numbers, filters)
     for row in (0, 20, ROWS - 1):
-        found = alone.sample(logits[row : row + 1], slots[:1], numbers[:1], filters)
+        found = alone.sample(logits[row : row + 1], seats[:1], numbers[:1], filters)
         assert found.tolist() == [tokens[row].item()]
-    assert tokens.equal(among.sample(logits, slots, numbers, filters))
+    assert tokens.equal(among.sample(logits, seats, numbers, filters))

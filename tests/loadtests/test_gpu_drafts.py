@@ -13,7 +13,7 @@ from loadtests.gpu import drafts, figures, sizes
 from loadtests.gpu.drafts import Forced, ForcedModel
 from loadtests.gpu.parts import Outcome
 from penstock.engine.execution.runner import ModelRunner
-from penstock.engine.planning.step import OPEN, Chunk, Plan
+from penstock.engine.planning.step import OPEN, Chunk, StepPlan
 
 
 def run(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Outcome]:
@@ -35,7 +35,7 @@ def test_drafts_are_right_as_often_as_is_wanted() -> None:
 def test_as_many_are_forced_as_the_draft_model_made() -> None:
     sequences: list[Any] = [SimpleNamespace(num_computed=9, num_preemptions=0) for _ in range(2)]
     chunks = [Chunk(sequence, 4, 5, samples=True, drafts=[OPEN] * 4) for sequence in sequences]
-    plan = Plan(chunks, num_tokens=10)
+    plan = StepPlan(chunks, num_tokens=10)
     ForcedModel(Forced(7, 1.0), 4).fill(plan, [[1, 2, 3, 4], [5]], 0.0)
     assert [chunk.drafts for chunk in plan.chunks] == [[7] * 4, [7]]
     assert plan.num_tokens == 7
@@ -70,7 +70,7 @@ def test_a_drafter_that_fails_is_told_of_and_the_others_are_measured(
     """Steps that go on without its drafts are none of its figures."""
     draft = ModelRunner.draft
 
-    def broken(runner: ModelRunner, plan: Plan, *, may_stay: bool) -> list[list[int]] | None:
+    def broken(runner: ModelRunner, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         own = runner.model.draft
         assert own is not None
         if own.reads_target:

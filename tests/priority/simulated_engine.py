@@ -12,7 +12,7 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import StepLoad
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 from penstock.priority.shares import cost_of
@@ -188,10 +188,10 @@ class SimulatedEngine:
         self.queue.put(request, self.now, num_cached)
         self.requests[request.request_id] = request
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         return self.run(self.scheduler.plan(self.now))
 
-    def run(self, plan: Plan) -> Plan:
+    def run(self, plan: StepPlan) -> StepPlan:
         names = [chunk.sequence.request.request_id for chunk in plan.chunks]
         self.starts += [name for name in dict.fromkeys(names) if name not in self._in_step]
         self._in_step = set(names)

@@ -127,7 +127,7 @@ Chooser* penstock_chooser_new(Team* team) {
 void penstock_chooser_free(Chooser* chooser) { delete chooser; }
 
 int32_t penstock_choose(Chooser* chooser, const ChooseArgs* args) {
-    return status_of([&] { return chooser->choose(*args) ? kOk : kBadSlot; });
+    return status_of([&] { return chooser->choose(*args) ? kOk : kBadSeat; });
 }
 
 int32_t penstock_likely(Team* team, const LikelyArgs* args) {

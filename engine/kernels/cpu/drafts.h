@@ -38,7 +38,7 @@ class Drafts {
                         step.max_blocks, num};
             }
             if (const int status = decoder_.run(step, hidden_.data(), i > 0); status != kOk) return status;
-            if (!rows_.choose(first, hidden_.data(), first.slots(), numbers.data(), num, token_ids)) return kBadSlot;
+            if (!rows_.choose(first, hidden_.data(), first.seats(), numbers.data(), num, token_ids)) return kBadSeat;
         }
         return kOk;
     }

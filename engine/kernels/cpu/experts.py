@@ -12,14 +12,14 @@ from torch import Tensor
 
 from penstock.engine.kernels.cpu import structs
 from penstock.engine.kernels.cpu.library import NativeLibrary, Team, check, expect_shape, float32
-from penstock.engine.kernels.cpu.linear import PackedLinear
+from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.experts import ExpertLinear, ListedExperts
 from penstock.engine.spec import EXPERT_ACTIVATIONS, SCORINGS, Activation, Router
 
 
 def experts_struct(
-    gate_up: Sequence[PackedLinear],
-    down: Sequence[PackedLinear],
+    gate_up: Sequence[NativeLinear],
+    down: Sequence[NativeLinear],
     activation: Activation,
     weighs_inputs: bool,
     kept: list[object],
@@ -76,10 +76,10 @@ def address(tensor: Tensor | None, shape: tuple[int, ...], kept: list[object]) -
     return tensor.data_ptr()
 
 
-def packed_experts(experts: ExpertLinear) -> list[PackedLinear]:
+def native_experts(experts: ExpertLinear) -> list[NativeLinear]:
     """The linear maps of experts that native kernels packed."""
     assert isinstance(experts, ListedExperts)
-    packed = [linear for linear in experts.experts if isinstance(linear, PackedLinear)]
+    packed = [linear for linear in experts.experts if isinstance(linear, NativeLinear)]
     assert len(packed) == experts.num_experts
     return packed
 
@@ -125,7 +125,7 @@ class NativeRunExperts:
         *,
         weighs_inputs: bool = False,
     ) -> Tensor:
-        first, second, kept = packed_experts(gate_up), packed_experts(down), list[object]()
+        first, second, kept = native_experts(gate_up), native_experts(down), list[object]()
         rows, top_k = ids.shape
         x, weights, ids = float32(x), float32(weights), ids.int().contiguous()
         expect_shape("x", x, (rows, first[0].in_features))

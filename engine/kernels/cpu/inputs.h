@@ -6,12 +6,12 @@
 namespace penstock {
 
 struct GatherArgs {
-    // The table: [num_rows] each, then [num_rows][max_blocks]. The last row belongs to no slot.
+    // The table: [num_rows] each, then [num_rows][max_blocks]. The last row belongs to no seat.
     int32_t* lengths;
     const int32_t *prompt_lens, *last_tokens, *block_tables;
     int32_t num_rows, max_blocks;
     // The step.
-    const int32_t *slots, *query_starts, *token_ids;
+    const int32_t *seats, *query_starts, *token_ids;
     int32_t num_sequences, num_tokens, num_blocks;
     // What is made of it, one after another.
     int32_t* out;
@@ -26,13 +26,13 @@ struct GatherArgs {
 
 inline Status check(const GatherArgs& a) {
     for (int s = 0; s < a.num_sequences; s++) {
-        if (a.slots[s] < -1 || a.slots[s] >= a.num_rows - 1) return kBadSlot;
+        if (a.seats[s] < -1 || a.seats[s] >= a.num_rows - 1) return kBadSeat;
         if (a.query_starts[s] < 0 || a.query_starts[s + 1] < a.query_starts[s]) return kBadStarts;
     }
     return a.query_starts[a.num_sequences] <= a.num_tokens ? kOk : kBadStarts;
 }
 
-// The rows of padding: of a slot that nobody has, or of no sequence.
+// The rows of padding: of a seat that nobody has, or of no sequence.
 inline void blank_tokens(const GatherArgs& a, int from, int to) {
     std::fill(a.out_token_ids() + from, a.out_token_ids() + to, 0);
     std::fill(a.positions() + from, a.positions() + to, -1);
@@ -48,8 +48,8 @@ inline void gather_tokens(const GatherArgs& a, int row, int from, int to) {
 
 inline void gather_sequence(const GatherArgs& a, int s) {
     const int from = a.query_starts[s], to = a.query_starts[s + 1];
-    const bool is_padding = a.slots[s] < 0;
-    const int row = is_padding ? a.num_rows - 1 : a.slots[s];
+    const bool is_padding = a.seats[s] < 0;
+    const int row = is_padding ? a.num_rows - 1 : a.seats[s];
     if (is_padding)
         blank_tokens(a, from, to);
     else

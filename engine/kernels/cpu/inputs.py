@@ -28,13 +28,13 @@ class NativeGather:
         """Makes the inputs of a step; see `engine.kernels.sequence_table.gather`.
 
         Raises:
-            ValueError: tensors that do not fit each other, or a slot that does not exist; the table is as before.
+            ValueError: tensors that do not fit each other, or a seat that does not exist; the table is as before.
         """
         if table is not self._table:
             self._read(table)
-        num_sequences, num_tokens = step.slots.shape[0], step.token_ids.shape[0]
+        num_sequences, num_tokens = step.seats.shape[0], step.token_ids.shape[0]
         num_blocks = step.num_blocks
-        expect_ints("slots", step.slots, (num_sequences,))
+        expect_ints("seats", step.seats, (num_sequences,))
         expect_ints("query_starts", step.query_starts, (num_sequences + 1,))
         expect_ints("token_ids", step.token_ids, (num_tokens,))
         if not 0 <= num_blocks <= table.max_blocks:
@@ -43,7 +43,7 @@ class NativeGather:
         words = torch.empty(sum(sizes), dtype=torch.int32)
         token_ids, positions, context_lens, sample_rows, numbers, blocks = words.split_with_sizes(sizes)
         arguments = self._arguments
-        arguments.slots, arguments.query_starts = step.slots.data_ptr(), step.query_starts.data_ptr()
+        arguments.seats, arguments.query_starts = step.seats.data_ptr(), step.query_starts.data_ptr()
         arguments.token_ids = step.token_ids.data_ptr()
         arguments.num_sequences, arguments.num_tokens = num_sequences, num_tokens
         arguments.num_blocks = num_blocks

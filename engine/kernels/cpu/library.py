@@ -33,8 +33,9 @@ ERRORS = {
     3: "a block table names a block that does not exist",
     4: "query_starts does not divide the tokens",
     5: "a sample row is not a token of the batch",
-    7: "a slot does not exist",
+    7: "a state slot does not exist",
     8: "a state is asked for after more rows than there are, or with more pending ones than a slot has",
+    9: "a seat does not exist",
 }
 NO_MEMORY = 6
 

@@ -27,7 +27,7 @@ from penstock.engine.quant.formats import NamedTensors
 from penstock.engine.quant.integers import Factors, Inputs, Integers
 from penstock.engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
 
-PACKED = (Integers, Float8, Codebook)
+NATIVE_FORMATS = (Integers, Float8, Codebook)
 """The formats that have a layout of their own."""
 
 _INTEGER_TYPES = {8: 3, 4: 4, 5: 7, 6: 8, 2: 9, 3: 10}
@@ -119,7 +119,7 @@ def _factor_types(
     return scales, offsets
 
 
-class PackedLinear:
+class NativeLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
@@ -147,8 +147,8 @@ class PackedLinear:
         gated: bool = False,
         *,
         is_exact: bool = False,
-    ) -> PackedLinear:
-        """The layer of a weight in one of PACKED, given as the tensors of its format.
+    ) -> NativeLinear:
+        """The layer of a weight in one of NATIVE_FORMATS, given as the tensors of its format.
 
         An output of a weight of integers equals `IntegerLinear`'s. An output of e4m3, or of places in a table, equals
         that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact, or else in

@@ -157,6 +157,7 @@ enum Status : int {
     kNoMemory,
     kBadSlot,
     kBadState,
+    kBadSeat,
 };
 
 // Looks whether the states that a step reads and writes can be.

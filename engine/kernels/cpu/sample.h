@@ -14,14 +14,14 @@ namespace penstock {
 
 struct ChooseArgs {
     const float* logits;  // [num_rows][vocab]
-    const int32_t* slots;
+    const int32_t* seats;
     const int32_t* numbers;
     int32_t* token_ids;
-    const SamplingRow* table;  // [num_slots]
-    const int32_t* biases;     // [num_slots][max_biases][2]
+    const SamplingRow* table;  // [num_seats]
+    const int32_t* biases;     // [num_seats][max_biases][2]
     int32_t* counts;           // [num_counts][vocab]
     const uint32_t* masks;     // [num_rows][ceil(vocab / 32)], a bit for each token that may be chosen; or null
-    int32_t num_rows, vocab, num_slots, max_biases, num_counts;
+    int32_t num_rows, vocab, num_seats, max_biases, num_counts;
     int32_t top_k, top_p;  // the step's filters
 };
 
@@ -187,10 +187,10 @@ class Chooser {
    public:
     explicit Chooser(Team& team) : team_(team), scratch_(team.size()) {}
 
-    // False where a slot does not exist; nothing has been done then.
+    // False where a seat does not exist; nothing has been done then.
     bool choose(const ChooseArgs& args) {
         for (int row = 0; row < args.num_rows; row++)
-            if (args.slots[row] >= args.num_slots) return false;
+            if (args.seats[row] >= args.num_seats) return false;
         args_ = &args;
         num_blocks_ = blocks_of(args.vocab);
         reserve();
@@ -226,7 +226,7 @@ class Chooser {
 
     // Without the filters that this step leaves out.
     SamplingRow settings(int row) const {
-        SamplingRow s = args_->table[args_->slots[row]];
+        SamplingRow s = args_->table[args_->seats[row]];
         if (!args_->top_k || s.top_k >= args_->vocab) s.top_k = 0;
         if (!args_->top_p) s.top_p = 1.0f;
         if (!args_->top_k && !args_->top_p) s.min_p_depth = kInfinity;
@@ -256,7 +256,7 @@ class Chooser {
 
     void scan_piece(int row, int number, RowScratch& scratch) const {
         Piece& piece = scratch.pieces[number] = {};
-        piece.finite = args_->slots[row] >= 0;
+        piece.finite = args_->seats[row] >= 0;
         if (!piece.finite) return;
         const int from = number * num_blocks_ / num_pieces_, to = (number + 1) * num_blocks_ / num_pieces_;
         if (to == num_blocks_) {  // filled up with what is finite, and larger than no logit
@@ -275,7 +275,7 @@ class Chooser {
 
     void adjust(int row, int from, int to, float* x) const {
         const SamplingRow s = settings(row);
-        const int32_t* biases = args_->biases + 2 * static_cast<size_t>(args_->slots[row]) * args_->max_biases;
+        const int32_t* biases = args_->biases + 2 * static_cast<size_t>(args_->seats[row]) * args_->max_biases;
         std::copy(raw(row) + from, raw(row) + to, x + from);
         if (to == args_->vocab) std::fill(x + to, x + num_blocks_ * kBlock, -kInfinity);
         add_biases(s, biases, std::min(s.num_biases, args_->max_biases), args_->numbers[row], from, to, x);

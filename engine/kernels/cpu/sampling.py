@@ -31,7 +31,7 @@ class NativeChoose:
         self,
         logits: Tensor,
         tables: SamplingTables,
-        slots: Tensor,
+        seats: Tensor,
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None = None,
@@ -39,20 +39,20 @@ class NativeChoose:
         """Chooses a token for each row of logits; see `engine.sampling.reference.choose`.
 
         Raises:
-            ValueError: tensors that do not fit each other, or a slot that does not exist.
+            ValueError: tensors that do not fit each other, or a seat that does not exist.
         """
         arguments = self.arguments_of(tables)
         num_rows = logits.shape[0]
         if logits.shape != (num_rows, tables.vocab_size):
             raise ValueError(f"logits {(num_rows, tables.vocab_size)} expected, not {tuple(logits.shape)}")
         logits = float32(logits)
-        expect_ints("slots", slots, (num_rows,))
+        expect_ints("seats", seats, (num_rows,))
         expect_ints("numbers", numbers, (num_rows,))
         if masks is not None:
             expect_ints("masks", masks, (num_rows, num_words(tables.vocab_size)))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
         arguments.logits = logits.data_ptr()
-        arguments.slots, arguments.numbers = slots.data_ptr(), numbers.data_ptr()
+        arguments.seats, arguments.numbers = seats.data_ptr(), numbers.data_ptr()
         arguments.token_ids = token_ids.data_ptr()
         arguments.masks = None if masks is None else masks.data_ptr()
         arguments.num_rows = num_rows
@@ -71,7 +71,7 @@ class NativeChoose:
         arguments = self._arguments
         arguments.table, arguments.biases = tables.rows.data_ptr(), tables.biases.data_ptr()
         arguments.counts, arguments.num_counts = tables.counts.data_ptr(), tables.counts.shape[0]
-        arguments.num_slots, arguments.max_biases = tables.biases.shape[:2]
+        arguments.num_seats, arguments.max_biases = tables.biases.shape[:2]
         arguments.vocab = tables.vocab_size
         self._tables = tables
 

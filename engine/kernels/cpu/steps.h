@@ -57,7 +57,7 @@ class StepQueue {
         std::unique_lock<std::mutex> lock(mutex_);
         wait_until(lock, ended_, [&] { return num_ended_ >= number; });
         const auto at = std::find_if(results_.begin(), results_.end(), [&](auto& one) { return one.number == number; });
-        if (at == results_.end()) return kBadSlot;
+        if (at == results_.end()) return kBadSeat;
         const int32_t status = at->status;
         std::copy(at->token_ids.begin(), at->token_ids.end(), token_ids);
         results_.erase(at);
@@ -120,16 +120,16 @@ class StepQueue {
         const int rows = step.num_tokens;
         hidden_.resize(static_cast<size_t>(rows) * width_);
         numbers_.resize(rows);
-        slots_.resize(rows);
+        seats_.resize(rows);
         for (int s = 0; s < step.num_sequences; s++)
             for (int at = step.starts()[s], end = step.starts()[s + 1]; at < end; at++) {
-                slots_[at] = step.slots()[s];
+                seats_[at] = step.seats()[s];
                 numbers_[at] = inputs_.made().numbers()[s] - (end - 1 - at);
             }
         const Step inputs = inputs_.step(inputs_.counting(rows), rows);
         if (const int status = decoder_.run(inputs, hidden_.data()); status != kOk) return status;
-        if (!rows_.choose(step, hidden_.data(), slots_.data(), numbers_.data(), rows, token_ids)) return kBadSlot;
-        for (int r = 0; r < rows; r++) last_tokens_[slots_[r]] = token_ids[r];
+        if (!rows_.choose(step, hidden_.data(), seats_.data(), numbers_.data(), rows, token_ids)) return kBadSeat;
+        for (int r = 0; r < rows; r++) last_tokens_[seats_[r]] = token_ids[r];
         return kOk;
     }
 
@@ -139,7 +139,7 @@ class StepQueue {
     TableInputs inputs_;
     int32_t* last_tokens_;
     const int width_;
-    std::vector<int32_t> slots_, numbers_;
+    std::vector<int32_t> seats_, numbers_;
     std::vector<float> hidden_;
 
     std::mutex mutex_;

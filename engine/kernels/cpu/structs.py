@@ -132,7 +132,7 @@ class GatherArgs(ctypes.Structure):
     _fields_ = [
         *fields(c_void_p, "lengths prompt_lens last_tokens block_tables"),
         *fields(c_int32, "num_rows max_blocks"),
-        *fields(c_void_p, "slots query_starts token_ids"),
+        *fields(c_void_p, "seats query_starts token_ids"),
         *fields(c_int32, "num_sequences num_tokens num_blocks"),
         ("out", c_void_p),
     ]
@@ -140,8 +140,8 @@ class GatherArgs(ctypes.Structure):
 
 class ChooseArgs(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "logits slots numbers token_ids table biases counts masks"),
-        *fields(c_int32, "num_rows vocab num_slots max_biases num_counts top_k top_p"),
+        *fields(c_void_p, "logits seats numbers token_ids table biases counts masks"),
+        *fields(c_int32, "num_rows vocab num_seats max_biases num_counts top_k top_p"),
     ]
 
 

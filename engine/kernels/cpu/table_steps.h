@@ -26,8 +26,8 @@ struct TableStep {
     int32_t top_k, top_p;
     int32_t has_states, num_saves;
 
-    const int32_t* slots() const { return words; }                              // [num_sequences]
-    const int32_t* starts() const { return slots() + num_sequences; }           // [num_sequences + 1]: of their tokens
+    const int32_t* seats() const { return words; }                              // [num_sequences]
+    const int32_t* starts() const { return seats() + num_sequences; }           // [num_sequences + 1]: of their tokens
     const int32_t* token_ids() const { return starts() + num_sequences + 1; }   // -1 is the one that was sampled last
     const int32_t* places() const { return token_ids() + num_tokens; }          // words of the table that get
     const int32_t* values() const { return places() + num_changes; }            // new values before the step
@@ -50,7 +50,7 @@ class TableInputs {
         words_.resize(2 * step.num_tokens + 3 * num + num_entries);
         blocks_.resize(tables_.num_tables > 1 ? num_entries : 0);
         made_ = {tables_.lengths, tables_.prompt_lens, tables_.last_tokens, tables_.block_tables, tables_.num_rows,
-                 tables_.max_blocks, step.slots(), step.starts(), step.token_ids(), step.num_sequences, step.num_tokens,
+                 tables_.max_blocks, step.seats(), step.starts(), step.token_ids(), step.num_sequences, step.num_tokens,
                  step.num_blocks, words_.data()};
         state_slots_ = step.has_states ? step.state_slots() : nullptr;
         state_saves_ = step.has_states ? step.state_saves() : nullptr;
@@ -96,8 +96,8 @@ class RowChooser {
     RowChooser(Team& team, const Linear& head, Chooser& chooser, const StepTables& tables)
         : team_(team), head_(head), chooser_(chooser), tables_(tables) {}
 
-    // False if a slot does not exist.
-    bool choose(const TableStep& step, const float* hidden, const int32_t* slots, const int32_t* numbers, int rows,
+    // False if a seat does not exist.
+    bool choose(const TableStep& step, const float* hidden, const int32_t* seats, const int32_t* numbers, int rows,
                 int32_t* token_ids) {
         reserve(std::min(rows, kTogether));
         for (int from = 0; from < rows; from += kTogether) {
@@ -105,7 +105,7 @@ class RowChooser {
             choose.num_rows = std::min(kTogether, rows - from);
             make_logits(hidden + static_cast<size_t>(from) * tables_.width, choose.num_rows);
             choose.logits = logits_.get();
-            choose.slots = slots + from;
+            choose.seats = seats + from;
             choose.numbers = numbers + from;
             choose.token_ids = token_ids + from;
             choose.masks = nullptr;

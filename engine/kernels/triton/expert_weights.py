@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.kernels.experts import ListedExperts
-from penstock.engine.kernels.packed import PACKED, UNIT, Code, PackedWeight, narrowest, pack, padded
+from penstock.engine.kernels.packed import PACKED_FORMATS, UNIT, Code, PackedWeight, narrowest, pack, padded
 from penstock.engine.kernels.triton.packed_linear import ONE_GROUP, factor_types, group_size_of, scales_of
 from penstock.engine.kernels.triton.tiles import ProductTiling, step_inputs, step_size
 from penstock.engine.quant.formats import Format, NamedTensors
@@ -190,7 +190,7 @@ def glu_rows(inner_size: int) -> Tensor:
 def _packed(
     tensors: NamedTensors, format: Format, device: torch.device, dtype: torch.dtype
 ) -> PackedWeight | Tensor:
-    if isinstance(format, PACKED):
+    if isinstance(format, PACKED_FORMATS):
         return pack(tensors, format, device)
     return format.unpack(tensors).to(device, dtype)
 

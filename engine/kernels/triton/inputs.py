@@ -16,10 +16,10 @@ FEW, MANY = 128, 1024
 
 def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     """`sequence_table.gather`; entries of the block tables beyond a sequence's context are not set."""
-    num_sequences, num_tokens = step.slots.numel(), step.token_ids.numel()
+    num_sequences, num_tokens = step.seats.numel(), step.token_ids.numel()
 
     def empty(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=step.slots.device)
+        return torch.empty(size, dtype=torch.int32, device=step.seats.device)
 
     batch = Batch(
         token_ids=empty(num_tokens),
@@ -34,7 +34,7 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     numbers = empty(num_sequences)
     entries, num_warps = (FEW, 1) if step.max_query_len <= FEW else (MANY, 4)
     gather_kernel[(num_sequences + 1,)](
-        step.slots,
+        step.seats,
         step.query_starts,
         step.token_ids,
         table.lengths,
@@ -62,7 +62,7 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
 
 @triton.jit
 def gather_kernel(
-    slots: tl.tensor,
+    seats: tl.tensor,
     query_starts: tl.tensor,
     tokens: tl.tensor,
     lengths: tl.tensor,
@@ -97,9 +97,9 @@ def gather_kernel(
             tl.store(positions + rows, -1, mask=rows < num_tokens)
         return
     end = tl.load(query_starts + sequence + 1)
-    slot = tl.load(slots + sequence)
-    is_padding = slot < 0
-    row = tl.where(is_padding, LAST_ROW, slot).to(tl.int64)
+    seat = tl.load(seats + sequence)
+    is_padding = seat < 0
+    row = tl.where(is_padding, LAST_ROW, seat).to(tl.int64)
     length = tl.load(lengths + row)
     context = tl.where(is_padding, 0, length + end - start)
     last_token = tl.load(last_tokens + row)

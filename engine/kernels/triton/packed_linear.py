@@ -154,7 +154,7 @@ class BlockLinear(TritonLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinears:
+class LinearChooser:
     """Chooses the linear map for a packed weight on one card."""
 
     card: Card

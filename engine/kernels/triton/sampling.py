@@ -78,7 +78,7 @@ class TritonChoose:
         self,
         logits: Tensor,
         tables: SamplingTables,
-        slots: Tensor,
+        seats: Tensor,
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None = None,
@@ -89,14 +89,14 @@ class TritonChoose:
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            self._launch(logits, tables, slots, numbers, filters, masks, token_ids)
+            self._launch(logits, tables, seats, numbers, filters, masks, token_ids)
         return token_ids
 
     def _launch(
         self,
         logits: Tensor,
         tables: SamplingTables,
-        slots: Tensor,
+        seats: Tensor,
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None,
@@ -104,7 +104,7 @@ class TritonChoose:
     ) -> None:
         grid = (logits.shape[0], self._num_tiles)
         words = tables.view(torch.int32)
-        rows = (logits, logits.stride(0), slots, words)
+        rows = (logits, logits.stride(0), seats, words)
         tiles = (*rows, self._values, self._maxima)
         found = (self._scores, self._ints)
         kinds = {"TOP_K": filters.top_k, "TOP_P": filters.top_p, "VOCAB": self._vocab_size, **OPTIONS}
@@ -116,12 +116,12 @@ class TritonChoose:
             search = (self._peaks, self._searches, self._histograms)
             num_maxima = self._maxima.shape[1]
             maxima = {"MAXIMA": triton.next_power_of_2(num_maxima), "NUM_MAXIMA": num_maxima}
-            bound_kernel[grid[:1]](slots, words, self._maxima, *search, **maxima, **kinds)
+            bound_kernel[grid[:1]](seats, words, self._maxima, *search, **maxima, **kinds)
             for stage in (0, 1) * filters.top_k + (2, 3) * filters.top_p:
                 histogram_kernel[grid](*tiles, *search, STAGE=stage, **tiled)
             choose_kernel[grid](*tiles, *search, numbers, *found, **tiled)
         finish_kernel[grid[:1]](
-            slots,
+            seats,
             words,
             tables.counts,
             *found,
@@ -138,7 +138,7 @@ class TritonChoose:
 def prepare_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
-    slots: tl.tensor,
+    seats: tl.tensor,
     words: tl.tensor,
     values: tl.tensor,
     maxima: tl.tensor,
@@ -163,17 +163,17 @@ def prepare_kernel(
     whether a raw logit is not finite.
     """
     row, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat < 0:
         return
-    words += slot * WORDS
+    words += seat * WORDS
     number = tl.load(numbers + row)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < VOCAB
     ints += row * 2 * num_tiles + tile
     logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
 
-    biases += slot * MAX_BIASES * 2
+    biases += seat * MAX_BIASES * 2
     mask_row = masks + row.to(tl.int64) * ((VOCAB + 31) // 32)
     store_processed_logits(
         logits_row, words, number, biases, counts, mask_row, values_row, tile * TILE, MASKED, VOCAB, TILE
@@ -197,7 +197,7 @@ def prepare_kernel(
 def choose_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
-    slots: tl.tensor,
+    seats: tl.tensor,
     words: tl.tensor,
     values: tl.tensor,
     maxima: tl.tensor,
@@ -216,10 +216,10 @@ def choose_kernel(
 ) -> None:
     """Finds the best score in one tile of one row among the tokens that the filters keep."""
     row, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat < 0:
         return
-    words += slot * WORDS
+    words += seat * WORDS
     temperature, top_k, has_top_p, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
         peak = tl.load(peaks + row)
@@ -245,7 +245,7 @@ def choose_kernel(
 
 @triton.jit
 def finish_kernel(
-    slots: tl.tensor,
+    seats: tl.tensor,
     words: tl.tensor,
     counts: tl.tensor,
     scores: tl.tensor,
@@ -257,8 +257,8 @@ def finish_kernel(
 ) -> None:
     """Takes the best token of one row's tiles, and counts it."""
     row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat < 0:
         tl.store(token_ids + row, -1)
         return
     tiles = tl.arange(0, TILES)
@@ -269,7 +269,7 @@ def finish_kernel(
     usable = (bad == 0) & (tl.max(best) > -INFINITY)
     token_id = tl.minimum(tl.load(ints + tl.argmax(best, 0, tie_break_left=True)), VOCAB - 1)
     tl.store(token_ids + row, tl.where(usable, token_id, -1))
-    counts_row = tl.load(words + slot * WORDS + COUNTS_ROW_AT).to(tl.int64)
+    counts_row = tl.load(words + seat * WORDS + COUNTS_ROW_AT).to(tl.int64)
     if usable & (counts_row >= 0):
         place = counts + counts_row * VOCAB + token_id
         tl.store(place, tl.load(place) + 2)

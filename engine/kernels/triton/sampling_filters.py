@@ -47,7 +47,7 @@ _LARGEST = tl.constexpr(reference.LARGEST)
 
 @triton.jit
 def bound_kernel(
-    slots: tl.tensor,
+    seats: tl.tensor,
     words: tl.tensor,
     maxima: tl.tensor,
     peaks: tl.tensor,
@@ -66,10 +66,10 @@ def bound_kernel(
     1 - top_p of the total, top-p keeps none of them.
     """
     row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat < 0:
         return
-    words += slot * WORDS
+    words += seat * WORDS
     temperature, top_k, _, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
         groups = tl.arange(0, MAXIMA)
@@ -95,7 +95,7 @@ def bound_kernel(
 def histogram_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
-    slots: tl.tensor,
+    seats: tl.tensor,
     words: tl.tensor,
     values: tl.tensor,
     maxima: tl.tensor,
@@ -115,10 +115,10 @@ def histogram_kernel(
     For a row with top-p alone, tokens below the bound are added to the last bin: they count for the total mass.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat < 0:
         return
-    words += slot * WORDS
+    words += seat * WORDS
     temperature, top_k, has_top_p, _ = filters_of(words, TOP_K, TOP_P, VOCAB)
     if (top_k > 0) if STAGE < 2 else has_top_p:
         histograms += row.to(tl.int64) * _HISTOGRAMS

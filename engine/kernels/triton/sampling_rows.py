@@ -10,13 +10,13 @@ from penstock.engine.sampling.tables import ROW
 
 
 def _place(name: str) -> tl.constexpr:
-    """Index of a field of a slot's parameters, in units of its own size."""
+    """Index of a field of a seat's parameters, in units of its own size."""
     dtype, offset = ROW.fields[name][:2]  # type: ignore[index]
     return tl.constexpr(offset // dtype.itemsize)
 
 
 WORDS = tl.constexpr(ROW.itemsize // 4)
-"""The int32 numbers of a slot's parameters."""
+"""The int32 numbers of a seat's parameters."""
 TOP_P_AT, MIN_P_DEPTH_AT, COUNTS_ROW_AT = _place("top_p"), _place("min_p_depth"), _place("counts_row")
 _TEMPERATURE, _TOP_K, _MIN_TOKENS = _place("temperature"), _place("top_k"), _place("min_tokens")
 _REPETITION, _PRESENCE, _FREQUENCY = _place("repetition"), _place("presence"), _place("frequency")
@@ -31,13 +31,13 @@ _HASH_1, _HASH_2 = tl.constexpr(noise.HASH_1), tl.constexpr(noise.HASH_2)
 
 @triton.jit
 def real_at(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
-    """The float32 parameter at a place of the slot that is pointed to."""
+    """The float32 parameter at a place of the seat that is pointed to."""
     return tl.load(words + AT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def filters_of(words: tl.tensor, TOP_K: tl.constexpr, TOP_P: tl.constexpr, VOCAB: tl.constexpr) -> tl.tensor:
-    """(temperature, top_k or 0 if it keeps everything, has top-p, has any filter) of the slot that is pointed to."""
+    """(temperature, top_k or 0 if it keeps everything, has top-p, has any filter) of the seat that is pointed to."""
     temperature = real_at(words, _TEMPERATURE)
     top_k = tl.load(words + _TOP_K)
     top_k = tl.where((temperature > 0) & (top_k < VOCAB) & TOP_K, tl.maximum(top_k, 0), 0)
@@ -120,9 +120,9 @@ def processed_logits(
 
 @triton.jit
 def gumbel_noise(words: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """`noise.gumbel` of the hashes of token ids, under noise key `number` of the slot that is pointed to.
+    """`noise.gumbel` of the hashes of token ids, under noise key `number` of the seat that is pointed to.
 
-    The generator's state comes first in a slot's parameters.
+    The generator's state comes first in a seat's parameters.
 
     log(1 - u) is log(y) + r, where r is the part lost when 1 - u was rounded to y: this is exact within half a unit in
     the last place of the result, and saves the reference's division.
@@ -144,7 +144,7 @@ def gumbel_noise(words: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tens
 
 @triton.jit
 def _penalised(values: tl.tensor, codes: tl.tensor, words: tl.tensor) -> tl.tensor:
-    """`codes` are as in SamplingTables.counts; `words` points to the slot's row."""
+    """`codes` are as in SamplingTables.counts; `words` points to the seat's row."""
     counts = codes >> 1
     repetition = real_at(words, _REPETITION)
     result = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)

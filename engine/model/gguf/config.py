@@ -23,10 +23,10 @@ from penstock.engine.model.families.common import (
     names_behind,
 )
 from penstock.engine.model.gguf.container import SUPPORTED, GgufTensor, Header, read_bytes, read_header
-from penstock.engine.model.gguf.experts import expert_entries, stacked_maps, stored_feed_forward
 from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.model.gguf.names import Names
-from penstock.engine.model.gguf.states import state_entries, stored_state
+from penstock.engine.model.gguf.stored_experts import expert_entries, stacked_maps, stored_feed_forward
+from penstock.engine.model.gguf.stored_states import state_entries, stored_state
 from penstock.engine.model.parse import parse_config
 from penstock.engine.spec import Attention, Layer, Mixer, ModelSpec, Prediction
 

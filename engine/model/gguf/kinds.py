@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.fields import Fields
-from penstock.engine.model.gguf import states
+from penstock.engine.model.gguf import stored_states
 
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -30,7 +30,7 @@ _GRANITE = {
 
 _QWEN_NEXTN = {"nextn_predict_layers": "mtp_num_hidden_layers"}
 _LFM2 = {
-    **states.SHORT_CONV,
+    **stored_states.SHORT_CONV,
     "token_embd_norm": "model.norm",
     "attn_norm": "operator_norm",
     "attn_output": "self_attn.out_proj",
@@ -43,7 +43,7 @@ _LFM2 = {
 }
 _LFM2_EPS = ("attention.layer_norm_rms_epsilon", "norm_eps")
 _NEMOTRON = {
-    **states.mamba_names("mixer"),
+    **stored_states.mamba_names("mixer"),
     "attn_norm": "norm",
     **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
     "attn_output": "mixer.o_proj",
@@ -107,7 +107,7 @@ _QWEN3_MOE = GgufKind(
 _QWEN35 = GgufKind(
     architecture="Qwen3_5ForCausalLM",
     keys=_QWEN_NEXTN,
-    names=states.DELTA,
+    names=stored_states.DELTA,
     rotates_in_part=True,
     has_states=True,
 )
@@ -245,7 +245,7 @@ KINDS = {
         sparse="GraniteMoeHybridForCausalLM",
         keys=_GRANITE,
         entries={"num_local_experts": 0},
-        names=states.mamba_names("mamba"),
+        names=stored_states.mamba_names("mamba"),
         is_interleaved=True,
         has_states=True,
     ),

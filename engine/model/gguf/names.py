@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.engine.model.gguf import experts
+from penstock.engine.model.gguf import stored_experts
 from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.quant.stacks import stack_of
 
@@ -34,13 +34,13 @@ _OF_A_LAYER = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
-    **experts.MODULES,
+    **stored_experts.MODULES,
 }
 
 _TENSORS = {
     "layer_output_scale.weight": "layer_scalar",
     "attn_sinks.weight": "self_attn.sinks",
-    **experts.TENSORS,
+    **stored_experts.TENSORS,
 }
 """Tensors of a layer that transformers has no module for."""
 _BARE = ("ssm_a", "ssm_d", "ssm_dt.bias")
@@ -78,8 +78,8 @@ class Names:
     def _module(self, name: str) -> str | None:
         """The module of a layer; older files have a tensor for each expert, which is the 7 of `ffn_up.7`."""
         part, _, expert = name.partition(".")
-        if expert.isdigit() and part in experts.STACKED:
-            return f"{experts.PREFIX}.{expert}.{experts.STACKED[part]}"
+        if expert.isdigit() and part in stored_experts.STACKED:
+            return f"{stored_experts.PREFIX}.{expert}.{stored_experts.STACKED[part]}"
         return self._of_a_layer.get(name)
 
     def ggml_name(self, name: str) -> str:

@@ -10,7 +10,7 @@ from penstock.engine.launching import launch_fitting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import OPEN, Chunk, Plan
+from penstock.engine.planning.step import OPEN, Chunk, StepPlan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,
@@ -126,7 +126,7 @@ class Recorder(FakeDraftModel):
         num_spans = len(self.spans)
         while len(self.spans) == num_spans:  # now and then it knows nothing
             chunk = Chunk(sequence, len(sequence.token_ids) - 1, 1 + length, True, drafts=[OPEN] * length)
-            (drafts,) = self.draft(Plan([chunk]))
+            (drafts,) = self.draft(StepPlan([chunk]))
         return drafts
 
 

@@ -21,7 +21,7 @@ from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.device import OutOfMemory
 from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Plan, StepResult
+from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.planning.timings import DraftSeconds
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
@@ -64,7 +64,7 @@ class Watched(ModelRunner):
         self.num_copies = 0
         self.load()
 
-    def launch(self, plan: Plan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         self.num_copies += len(plan.copies)
         with self._cuda.watching():
             step = super().launch(plan)
@@ -131,7 +131,7 @@ def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> Non
     verified = list[int]()
 
     class Drafts(UnpricedDrafting):
-        def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+        def observe(self, plan: StepPlan, seconds: float) -> DraftSeconds:
             found = super().observe(plan, seconds)
             verified.extend(len(chunk.drafts) - chunk.num_accepted for chunk in plan.chunks if chunk.drafts)
             return found
@@ -152,7 +152,7 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end_or_never(
     assert of_draft is not None
     assert runner.model.memory.draft > 0
 
-    def launch(plan: Plan) -> LaunchedStep:
+    def launch(plan: StepPlan) -> LaunchedStep:
         with cuda.watching():
             step = of_draft.launch(plan)
             step.choose()
@@ -190,8 +190,8 @@ def test_a_head_reads_its_target_and_itself_without_waiting(
     assert (len(of_chain.passes.graphs) > 0) == cuda_graphs
     order = list[str]()
 
-    def watched(name: str, launch: Callable[[Plan], LaunchedStep]) -> Callable[[Plan], LaunchedStep]:
-        def launched(plan: Plan) -> LaunchedStep:
+    def watched(name: str, launch: Callable[[StepPlan], LaunchedStep]) -> Callable[[StepPlan], LaunchedStep]:
+        def launched(plan: StepPlan) -> LaunchedStep:
             order.append(name)
             with cuda.watching():
                 step = launch(plan)
@@ -224,7 +224,7 @@ def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: Fak
     """Copies of the failed launches may be under way still, beside the step in flight; only these launches may wait."""
 
     class Tight(Watched):
-        def launch(self, plan: Plan) -> LaunchedStep:
+        def launch(self, plan: StepPlan) -> LaunchedStep:
             decoder = self.model.decoder
             object.__setattr__(self.model, "decoder", _no_room)
             try:

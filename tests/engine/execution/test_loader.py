@@ -22,7 +22,7 @@ from penstock.engine.fields import Fields
 from penstock.engine.kernels import ops, select
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.cpu import native
-from penstock.engine.kernels.cpu.native import NativeUnavailable, PackedLinear
+from penstock.engine.kernels.cpu.native import NativeLinear, NativeUnavailable
 from penstock.engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.model.parse import parse_config, read_config
@@ -73,7 +73,7 @@ def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: 
 def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Path, name: str) -> None:
     model = load(make_checkpoint("qwen2", tmp_path, intermediate_size=128), quantize=name, kv_dtype="float32")
     assert isinstance(model.decoder, NativeDecoder)
-    assert isinstance(model.lm_head, PackedLinear)
+    assert isinstance(model.lm_head, NativeLinear)
     assert model.lm_head.activation_dtype == torch.int8
     assert model.kernels.embedding_dtype.itemsize == 2
     assert model.kv.data.dtype == torch.float32
@@ -168,7 +168,7 @@ def real_bytes(weights: Weights) -> int:
     storages: dict[int, int] = {}
     packed = 0
     for part in parts(weights):
-        if isinstance(part, PackedLinear):
+        if isinstance(part, NativeLinear):
             packed += part.num_bytes
             continue
         tensors = [part] if isinstance(part, Tensor) else []
@@ -237,7 +237,7 @@ def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
     team: native.Team, rows: int, columns: int, dtype: str, gated: bool
 ) -> None:
     weight = torch.zeros(2 * rows if gated else rows, columns)
-    linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
+    linear = NativeLinear(team, weight, None, DTYPES[dtype], gated)
     padded = -(-rows // 16) * 16 * (2 if gated else 1)
     depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns  # a tile's
     assert linear.num_bytes == padded * depth * DTYPES[dtype].itemsize

@@ -16,7 +16,7 @@ from penstock.engine.planning.chunks import is_plain
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.program.native_steps import NativeStep
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
@@ -54,7 +54,7 @@ class PlainDriver(StepDriver):
         self.beside = beside
         self.kinds: list[str] = []
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         plan.is_beside = self.beside and is_plain(plan) and not plan.num_drafts
         step = super().launch(plan)
         if isinstance(step, PlainStepInFlight) and plan.num_drafts:
@@ -118,7 +118,7 @@ def test_a_step_that_was_never_waited_for_holds_nobody(model: LoadedModel) -> No
     assert PlainDriver(model, beside=True, whole=True).run(request).tokens()["one", 0] == expected
 
 
-def test_a_slot_that_does_not_exist_is_refused(model: LoadedModel) -> None:
+def test_a_seat_that_does_not_exist_is_refused(model: LoadedModel) -> None:
     driver = PlainDriver(model, beside=True, whole=True)
     driver.queue.put(ask("one", 20, max_tokens=30), 0.0)
     while "beside" not in driver.kinds:
@@ -126,7 +126,7 @@ def test_a_slot_that_does_not_exist_is_refused(model: LoadedModel) -> None:
     driver.land(0)
     (sequence,) = driver.scheduler.sequences.running
     seats = driver.runner.steps.seats  # type: ignore[attr-defined]
-    seats._seat_of[sequence].slot = SEATS + 3
+    seats._seat_of[sequence].number = SEATS + 3
     driver.step()
-    with pytest.raises(ValueError, match="a slot does not exist"):
+    with pytest.raises(ValueError, match="a seat does not exist"):
         driver.land(0)

@@ -16,7 +16,7 @@ from penstock.engine.execution.uploads import send_apart
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, gather
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 from tests.engine.fake_runner import make_request
 from tests.engine.queued_runner import QueuedRunner, QueuedStep
 from tests.engine.test_overlap import StoppingSink, answers
@@ -32,19 +32,19 @@ def sequence_of(name: str, length: int, *, blocks: list[int] | None = None) -> S
     return sequence
 
 
-def plan_of(*chunks: Chunk) -> Plan:
-    return Plan(list(chunks), num_tokens=sum(chunk.num_tokens for chunk in chunks))
+def plan_of(*chunks: Chunk) -> StepPlan:
+    return StepPlan(list(chunks), num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def whole(sequence: Sequence) -> Chunk:
     return Chunk(sequence, 0, len(sequence.token_ids), samples=True)
 
 
-def seats_of(num_slots: int, max_blocks: int, **told: Callable[..., None]) -> Seats:
-    return Seats(SequenceTable(num_slots, max_blocks, 4, CPU), **told)
+def seats_of(num_seats: int, max_blocks: int, **told: Callable[..., None]) -> Seats:
+    return Seats(SequenceTable(num_seats, max_blocks, 4, CPU), **told)
 
 
-def place(seats: Seats, plan: Plan) -> Placed:
+def place(seats: Seats, plan: StepPlan) -> Placed:
     return seats.place(plan, StepShape.of(plan))
 
 
@@ -53,14 +53,14 @@ def inputs_of(seats: Seats, placed: Placed) -> StepInputs:
     return gather(seats.table, placed.tokens)
 
 
-def choose(seats: Seats, plan: Plan, placed: Placed, sampled: list[int]) -> None:
+def choose(seats: Seats, plan: StepPlan, placed: Placed, sampled: list[int]) -> None:
     """The step chose these tokens, one for each of its rows."""
-    rows = sampled + [-1] * (placed.sample_slots.numel() - len(sampled))
-    seats.table.last_tokens[placed.sample_slots.long()] = torch.tensor(rows, dtype=torch.int32)
+    rows = sampled + [-1] * (placed.sample_seats.numel() - len(sampled))
+    seats.table.last_tokens[placed.sample_seats.long()] = torch.tensor(rows, dtype=torch.int32)
     seats.note_launched(plan, placed.seats)
 
 
-def launch(seats: Seats, plan: Plan, sampled: list[int]) -> Batch:
+def launch(seats: Seats, plan: StepPlan, sampled: list[int]) -> Batch:
     """Does all that a runner does with a plan, except for running the model."""
     placed = place(seats, plan)
     batch = inputs_of(seats, placed).batch
@@ -82,7 +82,7 @@ class TableRunner(QueuedRunner):
         for sequence in sequences:
             self.seats.forget(sequence)
 
-    def launch(self, plan: Plan) -> QueuedStep:
+    def launch(self, plan: StepPlan) -> QueuedStep:
         placed = self.seats.place(plan, self.pad(StepShape.of(plan)))
         step = super().launch(plan)
         for flying in self.in_flight:
@@ -101,12 +101,12 @@ class TableRunner(QueuedRunner):
             assert batch.max_query_len is not None
             assert batch.min_query_len <= len(seen) <= batch.max_query_len
             assert batch.sample_rows[i] == starts[i + 1] - 1
-            assert (placed.sample_slots[i] >= 0) == chunk.samples
+            assert (placed.sample_seats[i] >= 0) == chunk.samples
         num = len(plan.chunks)
         assert not batch.min_query_len or len(batch.positions) == starts[num]
         assert set(batch.positions[starts[num] :].tolist()) <= {-1}
         assert not batch.context_lens[num:].any()
-        assert set(placed.sample_slots[num:].tolist()) <= {-1}
+        assert set(placed.sample_seats[num:].tolist()) <= {-1}
         drawn = iter(s.token_ids[0] if s.token_ids else -1 for s in step.result.sampled)
         choose(self.seats, plan, placed, [next(drawn) if c.samples else -1 for c in plan.chunks])
         return step
@@ -154,7 +154,7 @@ def test_a_step_with_prompts_is_the_one_that_the_host_would_make() -> None:
     chunks = [Chunk(first, 4, 5, samples=True), Chunk(second, 0, 3, samples=False)]
     placed = place(seats, plan_of(*chunks))
     made = inputs_of(seats, placed).batch
-    assert placed.sample_slots.tolist() == [placed.seats[0].slot, -1]
+    assert placed.sample_seats.tolist() == [placed.seats[0].number, -1]
     assert made.max_query_len == 5
     expected = {
         "token_ids": [104, 105, 106, 107, 108, 100, 101, 102],
@@ -195,7 +195,7 @@ def test_a_new_block_is_all_that_is_sent_of_a_longer_table(monkeypatch: pytest.M
     monkeypatch.setattr("penstock.engine.execution.seats.send_apart", note)
     sequence.block_table.append(6)
     placed = place(seats, plan_of(Chunk(sequence, 4, 1, samples=True)))
-    assert sorted(sent) == [0, 0, 1, 1, 1], "the place of the entry, the block, and the slot"
+    assert sorted(sent) == [0, 0, 1, 1, 1], "the place of the entry, the block, and the seat"
     assert inputs_of(seats, placed).batch.block_tables[0].tolist() == [5, 6]
 
 
@@ -206,11 +206,11 @@ def test_a_token_that_could_not_be_sampled_is_no_index_out_of_range() -> None:
     assert launch(seats, plan_of(Chunk(sequence, 2, 1, samples=True)), [0]).token_ids.tolist() == [0]
 
 
-def test_a_slot_goes_to_the_next_once_its_sequence_is_forgotten() -> None:
+def test_a_seat_goes_to_the_next_once_its_sequence_is_forgotten() -> None:
     seated: list[tuple[int, str]] = []
     left: list[int] = []
     seats = seats_of(
-        2, 2, on_seat=lambda slot, s: seated.append((slot, s.request.request_id)), on_leave=left.append
+        2, 2, on_seat=lambda seat, s: seated.append((seat, s.request.request_id)), on_leave=left.append
     )
     a, b, c, d = (sequence_of(name, 2, blocks=[i + 1]) for i, name in enumerate("abcd"))
     launch(seats, plan_of(whole(a), whole(b)), [1, 2])
@@ -227,7 +227,7 @@ def test_a_slot_goes_to_the_next_once_its_sequence_is_forgotten() -> None:
 
 def test_who_comes_back_after_giving_way_is_seated_anew() -> None:
     seated: list[int] = []
-    seats = seats_of(2, 4, on_seat=lambda slot, _: seated.append(slot))
+    seats = seats_of(2, 4, on_seat=lambda seat, _: seated.append(seat))
     sequence = sequence_of("a", 3, blocks=[1, 2])
     launch(seats, plan_of(whole(sequence)), [7])
     sequence.token_ids.append(7)
@@ -258,7 +258,7 @@ def test_after_a_launch_that_failed_everything_but_the_token_is_sent_again() -> 
 
 
 def test_the_last_token_of_a_prompt_in_chunks_comes_from_the_host() -> None:
-    """It is one token, and not the one that the slot sampled last."""
+    """It is one token, and not the one that the seat sampled last."""
     seats = seats_of(2, 4)
     sequence = sequence_of("a", 4)
     launch(seats, plan_of(Chunk(sequence, 0, 3, samples=False)), [])

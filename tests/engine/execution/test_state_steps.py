@@ -19,7 +19,7 @@ from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.states import ChunkState, Save
+from penstock.engine.planning.state_records import ChunkState, Save
 from penstock.engine.planning.step import Chunk
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner
 from tests.engine.fake_runner import drafting_always, make_request

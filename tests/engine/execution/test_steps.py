@@ -31,7 +31,7 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.params import BeamParams, SamplingParams
 from penstock.engine.planning.request import Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import Masks, Plan
+from penstock.engine.planning.step import Masks, StepPlan
 from penstock.engine.program.decoders import ForwardPass
 from penstock.priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
@@ -129,7 +129,7 @@ class StepDriver:
         self.tables = tables = tables or SequenceMemory(num_blocks, block_size, prefix_cache=prefix_cache)
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
-        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
+        self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
         self.outputs: dict[tuple[str, int], list[Output]] = {}
         self.num_steps = 0
 
@@ -162,7 +162,7 @@ class StepDriver:
             if self.scheduler.drafting is not None:
                 self.scheduler.drafting.observe(flown, 1.0)
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         return launch_fitting(self.runner, self.scheduler, plan)
 
     def tokens(self) -> dict[tuple[str, int], list[int]]:
@@ -233,7 +233,7 @@ class LimitedStepDriver(StepDriver):
 
     limited = ("warm", "long")
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         first, num_rows = [], 0
         for chunk in plan.chunks:
             is_limited = chunk.samples and chunk.sequence.request.request_id in self.limited
@@ -267,7 +267,7 @@ def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel
     launched: list[StepShape] = []
     launch = driver.launch
 
-    def note(plan: Plan) -> StepInFlight:
+    def note(plan: StepPlan) -> StepInFlight:
         before = len(device.replays)
         launched.append(StepShape.of(plan))
         step = launch(plan)
@@ -407,7 +407,7 @@ def test_a_step_that_had_no_room_can_be_launched_again(
     driver = StepDriver(runner)
     launch, failures = runner.steps.launch, cycle([False, True])
 
-    def sometimes(plan: Plan) -> LaunchedStep:
+    def sometimes(plan: StepPlan) -> LaunchedStep:
         if plan.num_tokens > 1 and next(failures):
             whole = getattr(runner.model, where)
             object.__setattr__(runner.model, where, _no_room)
@@ -473,7 +473,7 @@ def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedMo
 
     launch = runner.steps.launch
 
-    def restored(plan: Plan) -> LaunchedStep:
+    def restored(plan: StepPlan) -> LaunchedStep:
         try:
             return launch(plan)
         finally:

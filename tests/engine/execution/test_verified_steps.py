@@ -22,7 +22,7 @@ from penstock.engine.model.drafts import DraftSource, SharedTokens
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Proposer
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Masks, Plan
+from penstock.engine.planning.step import Masks, StepPlan
 from penstock.engine.planning.timings import DraftSeconds
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
@@ -111,7 +111,7 @@ class Drafts(UnpricedDrafting):
         super().__init__(lookup, most, random.Random(1), has_model=lookup is None)
         self.count = Counter[bool]()
 
-    def observe(self, plan: Plan, seconds: float) -> DraftSeconds:
+    def observe(self, plan: StepPlan, seconds: float) -> DraftSeconds:
         found = super().observe(plan, seconds)
         for chunk in plan.chunks:
             self.count[True] += chunk.num_accepted
@@ -152,7 +152,7 @@ def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, 
     driver = StepDriver(runner, drafting=Drafts(AnswerProposer(expected.tokens(), 0.8)))
     launch, seen = driver.launch, Counter[str]()
 
-    def noted(plan: Plan) -> StepInFlight:
+    def noted(plan: StepPlan) -> StepInFlight:
         shape, before = StepShape.of(plan), len(device.replays)
         step = launch(plan)
         num = len(device.replays) - before
@@ -184,7 +184,7 @@ class LimitedStepDriver(StepDriver):
 
     limited = ("penalised", "long")
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         first, num_rows = [], 0
         for chunk in plan.chunks:
             is_limited = chunk.samples and chunk.sequence.request.request_id in self.limited
@@ -239,7 +239,7 @@ def test_logits_after_a_draft_that_are_not_finite_bring_no_token(
     driver = StepDriver(runner, drafting=Drafts(AnswerProposer(expected.tokens(), 1.0)))
     decoder, launch, broken = runner.model.decoder, driver.launch, list[int]()
 
-    def noted(plan: Plan) -> StepInFlight:
+    def noted(plan: StepPlan) -> StepInFlight:
         if plan.num_drafts and len(plan.chunks[0].drafts) > 2 and not broken:
             broken.append(plan.num_tokens)
 

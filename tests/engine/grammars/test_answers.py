@@ -17,7 +17,7 @@ from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.masks import ForcedTokens, StepMasks
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import FinishReason, Request, Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.sampling.tables import Filters
 from penstock.engine.text.grammar import CompiledGrammar, Grammar, GrammarKind
@@ -112,30 +112,30 @@ def test_every_answer_of_a_random_model_validates() -> None:
     for i, schema in enumerate(schemas):
         sampling = SamplingParams(grammar=grammars.compile("", of_schema(schema)))
         going.append(Sequence(Request(request_id=f"r{i}", prompt_token_ids=(5,), sampling=sampling)))
-    slots = {sequence: slot for slot, sequence in enumerate(going)}
-    for sequence, slot in slots.items():
-        sampler.assign(slot, sequence)
+    seats = {sequence: seat for seat, sequence in enumerate(going)}
+    for sequence, seat in seats.items():
+        sampler.assign(seat, sequence)
     pace, ended = np.random.default_rng(0), list[Sequence]()
     for number in range(120):
-        masks = step_masks.of(Plan([Chunk(sequence, number, 1, samples=True) for sequence in going]))
+        masks = step_masks.of(StepPlan([Chunk(sequence, number, 1, samples=True) for sequence in going]))
         assert masks is not None
         logits = torch.from_numpy(pace.standard_normal((len(going), vocab)).astype(np.float32))
         for token_id, bias in closing(tokenizer, EOS).items():
             logits[:, token_id] += bias / 4
-        rows = torch.tensor([slots[sequence] for sequence in going], dtype=torch.int32)
+        rows = torch.tensor([seats[sequence] for sequence in going], dtype=torch.int32)
         allowed = sampler.masks(masks, [(row, 0) for row in range(len(going))])
         found = sampler.sample(logits, rows, torch.zeros_like(rows), Filters(), allowed)
         for sequence, token_id in zip(going, found.tolist(), strict=True):
             assert sequence.guide is not None
             sequence.guide.advance(token_id)
-            assert not sequence.guide.error, (schemas[slots[sequence]], sequence.guide.error)
+            assert not sequence.guide.error, (schemas[seats[sequence]], sequence.guide.error)
             if token_id != EOS:
                 sequence.token_ids.append(token_id)
             if sequence.guide.is_complete:
                 ended.append(sequence)
         going = [sequence for sequence in going if sequence not in ended]
     for sequence in ended:
-        schema, text = schemas[slots[sequence]], tokenizer.decode(sequence.token_ids[1:])
+        schema, text = schemas[seats[sequence]], tokenizer.decode(sequence.token_ids[1:])
         assert is_valid(schema, text), (schema, text)
     assert len(ended) > 0.8 * NUM_SCHEMAS
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engine.config import ModelConfig
 from penstock.engine.kernels import reference
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
@@ -126,8 +126,8 @@ class NativeModel:
     """The native decoder with an output head: batch -> logits [R, vocab]. Its cache starts as NaN."""
 
     def __init__(self, checkpoint: Checkpoint, team: Team, types: Types) -> None:
-        def packed(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
-            return PackedLinear(team, weight, bias, types.linear, gated)
+        def packed(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> NativeLinear:
+            return NativeLinear(team, weight, bias, types.linear, gated)
 
         config = checkpoint.config
         is_tied = config.spec.ties_embeddings or types.embedding is None

@@ -43,25 +43,25 @@ class Row:
 
 
 def make_tables(rows: Sequence[Row], vocab: int) -> SamplingTables:
-    """Slot i has row i."""
+    """Seat i has row i."""
     tables = SamplingTables(max(1, len(rows)), vocab, MAX_BIASES, max(1, len(rows)), CPU)
-    for slot, row in enumerate(rows):
+    for seat, row in enumerate(rows):
         packed = np.zeros(1, ROW)
         for name in ("temperature", "top_k", "top_p", "repetition", "presence", "frequency", "min_tokens"):
             packed[name] = getattr(row, name)
         packed["state"] = split_mix(row.seed, 0)
         with np.errstate(divide="ignore"):
             packed["min_p_depth"] = -np.log(np.float64(row.min_p))
-        packed["counts_row"] = slot if row.has_penalties else -1
+        packed["counts_row"] = seat if row.has_penalties else -1
         entries = [(i, v) for i, v in row.bias.items() if i not in row.banned]
         entries += [(-1 - i, v) for i, v in row.banned.items()]
         packed["num_biases"] = len(entries)
-        tables.rows[slot] = torch.from_numpy(packed.view(np.uint8))
+        tables.rows[seat] = torch.from_numpy(packed.view(np.uint8))
         for place, (code, value) in enumerate(entries):
-            tables.biases[slot, place, 0] = code
-            tables.biases[slot, place, 1] = int(np.float32(value).view(np.int32))
+            tables.biases[seat, place, 0] = code
+            tables.biases[seat, place, 1] = int(np.float32(value).view(np.int32))
         for token_id, code in row.codes.items():
-            tables.counts[slot, token_id] = code
+            tables.counts[seat, token_id] = code
     return tables
 
 
@@ -88,7 +88,7 @@ def num_explained(
     expected: Tensor,
     logits: Tensor,
     tables: SamplingTables,
-    slots: Tensor,
+    seats: Tensor,
     numbers: Tensor,
     masks: Tensor | None = None,
 ) -> int:
@@ -102,7 +102,7 @@ def num_explained(
     different = (found != expected).nonzero().flatten()
     if not len(different):
         return 0
-    views = reference._Rows(tables, slots, numbers)
+    views = reference._Rows(tables, seats, numbers)
     processed = reference._penalised(reference._biased(logits.float(), views), views)
     noise = gumbel(hashes(noise_keys(views.column("state"), numbers), logits.shape[1]))
     temperature = views.column("temperature")[:, None]
@@ -113,7 +113,7 @@ def num_explained(
         assert min(a, b) >= 0, (row, a, b)
         room = ULPS * 2.0**-23 * float(torch.maximum(sizes[row, a], sizes[row, b]))
         is_near = abs(float(scores[row, a] - scores[row, b])) <= room
-        assert is_near or a in _near_top_p(row, logits, tables, slots, numbers, masks), (row, a, b)
+        assert is_near or a in _near_top_p(row, logits, tables, seats, numbers, masks), (row, a, b)
     return len(different)
 
 
@@ -133,7 +133,7 @@ def _near_top_p(
     row: int,
     logits: Tensor,
     tables: SamplingTables,
-    slots: Tensor,
+    seats: Tensor,
     numbers: Tensor,
     masks: Tensor | None,
 ) -> set[int]:
@@ -142,7 +142,7 @@ def _near_top_p(
     found = set()
     for factor in (1 - 1e-6, 1 + 1e-6):
         top_p.copy_(kept * factor)
-        token_ids, _ = reference.choose(logits, tables, slots, numbers, EVERYTHING, masks)
+        token_ids, _ = reference.choose(logits, tables, seats, numbers, EVERYTHING, masks)
         found.add(int(token_ids[row]))
     top_p.copy_(kept)
     tables.counts.copy_(counts)

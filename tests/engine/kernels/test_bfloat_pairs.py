@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.kernels.cpu.levels import AVX512BF16
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from tests.engine.kernels.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(AVX512BF16 not in LEVELS, reason="needs a processor with AVX-512 BF16")
@@ -69,7 +69,7 @@ def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
 def test_a_product_is_that_of_the_manual(team: Team, exponents: tuple[int, int]) -> None:
     """Two million numbers of every kind."""
     x, weight = numbers((600, 7), exponents, 0), numbers((500, 7), exponents, 1)
-    linear = PackedLinear(team, weight.float(), None, torch.bfloat16)
+    linear = NativeLinear(team, weight.float(), None, torch.bfloat16)
     assert_same_bits(linear(x.float()), in_pairs(x, weight))
 
 
@@ -77,7 +77,7 @@ def test_a_product_is_that_of_the_manual(team: Team, exponents: tuple[int, int])
 def test_every_block_of_rows_and_panels_adds_in_the_same_order(team: Team, n: int, k: int) -> None:
     generator = torch.Generator().manual_seed(n)
     weight = torch.randn(n, k, generator=generator).bfloat16()
-    linear = PackedLinear(team, weight.float(), None, torch.bfloat16)
+    linear = NativeLinear(team, weight.float(), None, torch.bfloat16)
     x = torch.randn(200, k, generator=generator)
     wanted = in_pairs(x.bfloat16(), weight)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 97, 200):

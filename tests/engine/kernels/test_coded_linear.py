@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.native import NativeLibrary, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLibrary, NativeLinear, Team
 from penstock.engine.quant.codebook import NF4, UNIT, Codebook
 from penstock.engine.quant.float8 import BLOCK, Float8, Scaling
 from penstock.engine.quant.formats import NamedTensors
@@ -55,8 +55,8 @@ def product_in_floats(
 ) -> Tensor:
     """By the product of floats: of the numbers, where every row has one scale, or else of the unpacked weight."""
     if isinstance(format, Codebook) or format.row_scales(tensors).shape[1] > 1:
-        return PackedLinear(team, format.unpack(tensors), bias, rounded)(x)
-    sums = PackedLinear(team, tensors["weight"].float(), None, rounded)(x) * format.row_scales(tensors).T
+        return NativeLinear(team, format.unpack(tensors), bias, rounded)(x)
+    sums = NativeLinear(team, tensors["weight"].float(), None, rounded)(x) * format.row_scales(tensors).T
     return sums if bias is None else sums + bias
 
 
@@ -76,7 +76,7 @@ def test_the_product_has_the_bits_of_the_product_of_floats(
     tensors = random_tensors(format, rows, in_features, seed)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
-    linear = PackedLinear.of(team, tensors, format, bias, is_exact=is_exact)
+    linear = NativeLinear.of(team, tensors, format, bias, is_exact=is_exact)
     rounded = linear.activation_dtype
     assert rounded == torch.float32 or not is_exact
     assert torch.equal(linear.dense(), format.unpack(tensors))
@@ -93,7 +93,7 @@ def test_the_product_is_near_that_in_float64(
     format, in_features = chosen
     tensors = random_tensors(format, rows, in_features, seed)
     x = torch.randn(num_tokens, in_features, generator=torch.Generator().manual_seed(seed))
-    linear = PackedLinear.of(team, tensors, format, None)
+    linear = NativeLinear.of(team, tensors, format, None)
     weight = format.unpack(tensors).double()
     magnitude = x.double().abs() @ weight.abs().T
     factors = 2.01 * 2.0**-8 if linear.activation_dtype == torch.bfloat16 else 0.0
@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_alone_and_among_many_for_any_number_of_threads(
     x = torch.randn(max(MANY), in_features, generator=torch.Generator().manual_seed(2)) / 8
     alone = None
     for num_threads in (1, 2, 3):
-        linear = PackedLinear.of(library.start_team(num_threads), tensors, format, bias, gated)
+        linear = NativeLinear.of(library.start_team(num_threads), tensors, format, bias, gated)
         if alone is None:
             alone = torch.cat([linear(row[None]) for row in x])
         for rows in MANY:
@@ -125,16 +125,16 @@ def test_a_row_has_the_same_bits_alone_and_among_many_for_any_number_of_threads(
 def test_weights_stay_packed(team: Team) -> None:
     """With the scales of a group or a row, and nothing else."""
     for format in (Float8(), Codebook("nf4", NF4, 64)):
-        linear = PackedLinear.of(team, random_tensors(format, 64, 256, seed=0), format, None)
+        linear = NativeLinear.of(team, random_tensors(format, 64, 256, seed=0), format, None)
         assert linear.num_bytes == format.num_bytes(64, 256, torch.float32)
     blocks = Float8(Scaling.BLOCK)
     tensors = random_tensors(blocks, 64, 2 * BLOCK, seed=0)
-    assert PackedLinear.of(team, tensors, blocks, None).num_bytes == blocks.num_bytes(64, 2 * BLOCK)
+    assert NativeLinear.of(team, tensors, blocks, None).num_bytes == blocks.num_bytes(64, 2 * BLOCK)
 
 
 def test_numbers_that_are_not_finite_stay_where_they_are(team: Team) -> None:
     for format in (Float8(), Codebook("nf4", NF4, 64)):
-        linear = PackedLinear.of(team, random_tensors(format, 20, 128, seed=0), format, None)
+        linear = NativeLinear.of(team, random_tensors(format, 20, 128, seed=0), format, None)
         x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
         expected = linear(x)
         x[3, 5] = torch.nan

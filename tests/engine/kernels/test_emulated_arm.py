@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels.cpu.levels import this_machine
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from tests.engine.kernels.emulated_arm import EmulatedLibrary, missing
 from tests.engine.kernels.levels import build_levels, level_of, library_of
 
@@ -33,7 +33,7 @@ def emulated(built: None) -> Iterator[EmulatedLibrary]:  # noqa: ARG001
     library.close()
 
 
-def apply(team: Team, linear: PackedLinear, x: int, out: int) -> int:
+def apply(team: Team, linear: NativeLinear, x: int, out: int) -> int:
     """Multiplies one row at an address and writes the outputs to another; returns the status."""
     arguments = (team.handle, linear.handle, x, linear.in_features, 1, out)
     return int(team.library.call("penstock_linear_apply", *arguments))
@@ -43,7 +43,7 @@ def apply(team: Team, linear: PackedLinear, x: int, out: int) -> int:
 def test_only_what_is_written_comes_back(emulated: EmulatedLibrary, at: int) -> None:
     """Of the pages that outputs lie on, too, and of those that the caller changes between two calls."""
     team = emulated.start_team(3)
-    linear = PackedLinear(team, torch.eye(3000), None, torch.float32)
+    linear = NativeLinear(team, torch.eye(3000), None, torch.float32)
     everything = torch.arange(200_000, dtype=torch.float32)
     for _ in range(2):
         expected = everything.clone()
@@ -56,7 +56,7 @@ def test_only_what_is_written_comes_back(emulated: EmulatedLibrary, at: int) -> 
 
 def test_an_address_of_nothing_ends_the_emulator_and_is_said(emulated: EmulatedLibrary) -> None:
     team = emulated.start_team(2)
-    linear = PackedLinear(team, torch.ones(16, 8), None, torch.float32)
+    linear = NativeLinear(team, torch.ones(16, 8), None, torch.float32)
     with pytest.raises(RuntimeError, match="ended in penstock_linear_apply with status -11"):
         apply(team, linear, 64, torch.empty(16).data_ptr())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.errors import CheckpointError
 from penstock.engine.kernels import linear as module
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from penstock.engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows, round_inputs
 from penstock.engine.quant.formats import NamedTensors
 from penstock.engine.quant.integers import Factors, Inputs, Integers
@@ -232,7 +232,7 @@ def test_the_native_product_has_the_same_bits(
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
     x[0, 0] = 0
-    packed = PackedLinear.of(team, tensors, format, bias)
+    packed = NativeLinear.of(team, tensors, format, bias)
     assert torch.equal(packed(x), IntegerLinear(tensors, format, bias)(x))
     assert packed.activation_dtype == torch.int8
     assert torch.equal(packed.dense(), format.unpack(tensors))
@@ -265,7 +265,7 @@ def test_a_long_native_product_has_the_same_bits(team: Team, format: Integers, n
     generator = torch.Generator().manual_seed(0)
     tensors = any_integers(format, 200, 2304, generator)
     x = torch.randn(num_tokens, 2304, generator=generator)
-    packed = PackedLinear.of(team, tensors, format, None)
+    packed = NativeLinear.of(team, tensors, format, None)
     assert torch.equal(packed(x), IntegerLinear(tensors, format, None)(x))
     assert torch.equal(packed.dense(), format.unpack(tensors))
 
@@ -275,7 +275,7 @@ def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integ
     generator = torch.Generator().manual_seed(0)
     tensors = any_integers(format, 2 * 21, 96, generator)
     x = torch.randn(9, 96, generator=generator)
-    found = PackedLinear.of(team, tensors, format, None, gated=True)(x)
+    found = NativeLinear.of(team, tensors, format, None, gated=True)(x)
     gate, up = IntegerLinear(tensors, format, None)(x).chunk(2, dim=-1)
     assert_within(found, ranges.silu_mul(ranges.exactly(gate), ranges.exactly(up)))
 
@@ -283,7 +283,7 @@ def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integ
 def test_native_groups_that_no_kernel_has_are_refused(team: Team) -> None:
     format = Integers(8, 24)
     with pytest.raises(CheckpointError, match="groups of 24 inputs"):
-        PackedLinear.of(team, any_integers(format, 5, 96, torch.Generator()), format, None)
+        NativeLinear.of(team, any_integers(format, 5, 96, torch.Generator()), format, None)
 
 
 def test_native_rows_that_cannot_be_scaled_are_zeros_or_not_numbers(team: Team) -> None:
@@ -291,7 +291,7 @@ def test_native_rows_that_cannot_be_scaled_are_zeros_or_not_numbers(team: Team) 
     tensors = format.quantize(torch.randn(5, 24, generator=torch.Generator().manual_seed(0)))
     x = torch.randn(4, 24)
     x[0], x[1], x[2, 3] = 0, 1e-40, torch.nan
-    found = PackedLinear.of(team, tensors, format, None)(x)
+    found = NativeLinear.of(team, tensors, format, None)(x)
     assert not found[:2].any()
     assert bool(found[2].isnan().all())
     assert torch.equal(found[3:], IntegerLinear(tensors, format, None)(x)[3:])

@@ -13,7 +13,7 @@ import torch
 from penstock.engine.errors import InstructionSetError
 from penstock.engine.kernels.cpu import build, levels
 from penstock.engine.kernels.cpu.levels import LEVELS, Machine, features, this_machine
-from penstock.engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import NativeLibrary, NativeLinear, NativeUnavailable, load_library
 from tests.engine import ranges
 from tests.engine.kernels.levels import TILES, level_of
 from tests.engine.ranges import assert_within
@@ -183,7 +183,7 @@ def test_each_library_knows_its_level_and_computes(library: NativeLibrary, level
     assert library.level == level
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(70, 129, generator=generator), torch.randn(9, 129, generator=generator)
-    linear = PackedLinear(library.start_team(2), weight, None, torch.float32)
+    linear = NativeLinear(library.start_team(2), weight, None, torch.float32)
     assert_within(linear(x), ranges.linear(ranges.exactly(x), weight))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.cpu.native import BLOCK_SIZE, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.ops import Heads, Op, Program
@@ -111,8 +111,8 @@ class Layer:
         self.kv = KVCache(KVLayout.even(kv_shape, 1), num_blocks, dtype, CPU)
         self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
 
-        def linear(weight: Tensor) -> PackedLinear:
-            return PackedLinear(team, weight, None, torch.float32)
+        def linear(weight: Tensor) -> NativeLinear:
+            return NativeLinear(team, weight, None, torch.float32)
 
         norm = torch.full((hidden,), EXACT)
         half = shape.head_dim // 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.errors import CheckpointError
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from penstock.engine.quant.formats import NamedTensors
 from penstock.engine.quant.integers import Integers, common_format, widen
 from penstock.engine.quant.storages.gguf import TYPES, BlockRows, StoredBlocks
@@ -41,8 +41,8 @@ def assert_packed_alike(
 ) -> None:
     format = common_format([part.blocks.groups for part in parts])
     tensors = by_torch(parts, format)
-    expected = PackedLinear.of(team, tensors, format, bias, gated)
-    packed = PackedLinear.of(team, StoredBlocks(parts, lambda: tensors), format, bias, gated)
+    expected = NativeLinear.of(team, tensors, format, bias, gated)
+    packed = NativeLinear.of(team, StoredBlocks(parts, lambda: tensors), format, bias, gated)
     assert packed.num_bytes == expected.num_bytes
     assert packed.dense().view(torch.int32).equal(expected.dense().view(torch.int32))
     x = torch.randn(3, packed.in_features, generator=torch.Generator().manual_seed(1))
@@ -100,7 +100,7 @@ def test_products_are_nearer_than_those_of_ggml(team: Team, name: str, outlier: 
     for in_features in (UNIT, 2 * UNIT, 6 * UNIT):
         part = part_of(name, 48, in_features, seed=in_features)
         format = part.blocks.groups
-        packed = PackedLinear.of(team, StoredBlocks([part], partial(by_torch, [part], format)), format, None)
+        packed = NativeLinear.of(team, StoredBlocks([part], partial(by_torch, [part], format)), format, None)
         x = torch.randn(16, in_features, generator=torch.Generator().manual_seed(in_features))
         x[:, 7::UNIT] *= outlier
         blocks = torch.unflatten(x, 1, (-1, UNIT))
@@ -118,4 +118,4 @@ def test_the_part_that_is_not_finite_is_named(team: Team, name: str, start: int,
     parts[1].rows[2, start : start + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
     format = common_format([part.blocks.groups for part in parts])
     with pytest.raises(CheckpointError, match=f"^{name} has {fault} that are not finite$"):
-        PackedLinear.of(team, StoredBlocks(parts, dict), format, None)
+        NativeLinear.of(team, StoredBlocks(parts, dict), format, None)

@@ -117,24 +117,24 @@ def test_several_steps_are_those_of_the_specification(
     vocab, rows = mixture
     tables = make_tables(rows, vocab)
     others = [make_tables(rows, vocab) for _ in choosers]
-    slots = ints([*range(len(rows)), *[-1] * padding])
+    seats = ints([*range(len(rows)), *[-1] * padding])
     for number in range(3):
-        logits = normal((len(slots), vocab), seed + number, scale)
+        logits = normal((len(seats), vocab), seed + number, scale)
         logits = rounded(logits) if has_ties else logits
         if poison is not None and number == 1:
             logits[0, seed % vocab] = poison
-        numbers, before = torch.full_like(slots, number), make_tables(rows, vocab)
+        numbers, before = torch.full_like(seats, number), make_tables(rows, vocab)
         before.counts.copy_(tables.counts)
-        masks = None if share is None else random_masks(len(slots), vocab, share, seed + number)
-        token_ids = reference.choose(logits, tables, slots, numbers, EVERYTHING, masks)
+        masks = None if share is None else random_masks(len(seats), vocab, share, seed + number)
+        token_ids = reference.choose(logits, tables, seats, numbers, EVERYTHING, masks)
         assert masks is None or all_allowed(token_ids, masks)
         for choose, own in zip(choosers, others, strict=True):
-            found = choose(logits, own, slots, numbers, EVERYTHING, masks)
+            found = choose(logits, own, seats, numbers, EVERYTHING, masks)
             assert masks is None or all_allowed(found, masks)
-            num_explained(found, token_ids, logits, before, slots, numbers, masks)
+            num_explained(found, token_ids, logits, before, seats, numbers, masks)
             same = found == token_ids
             assert torch.equal(
-                own.counts[slots[same & (slots >= 0)]], tables.counts[slots[same & (slots >= 0)]]
+                own.counts[seats[same & (seats >= 0)]], tables.counts[seats[same & (seats >= 0)]]
             )
             own.counts.copy_(tables.counts)
 
@@ -153,12 +153,12 @@ def test_ten_thousand_draws(choose: NativeChoose, has_filters: bool) -> None:
         Row(seed=i, temperature=(0.6, 1.0, 1.5)[i % 3], **(filtered[i % 4] if has_filters else {}))  # type: ignore[arg-type]
         for i in range(count)
     ]
-    tables, slots, different = make_tables(rows, vocab), ints(range(count)), 0
+    tables, seats, different = make_tables(rows, vocab), ints(range(count)), 0
     for number in range(100):
-        logits, numbers = normal((count, vocab), number), torch.full_like(slots, number)
-        expected = reference.choose(logits, tables, slots, numbers, EVERYTHING)
-        found = choose(logits, tables, slots, numbers, EVERYTHING)
-        different += num_explained(found, expected, logits, tables, slots, numbers)
+        logits, numbers = normal((count, vocab), number), torch.full_like(seats, number)
+        expected = reference.choose(logits, tables, seats, numbers, EVERYTHING)
+        found = choose(logits, tables, seats, numbers, EVERYTHING)
+        different += num_explained(found, expected, logits, tables, seats, numbers)
     assert different <= 5
 
 
@@ -284,15 +284,15 @@ def test_one_chooser_serves_several_tables(choose: NativeChoose) -> None:
 
 def test_what_does_not_fit_is_refused(choose: NativeChoose) -> None:
     tables = make_tables([Row(), Row()], 10)
-    logits, slots, numbers = torch.zeros(2, 10), ints([0, 1]), ints([0, 0])
-    with pytest.raises(ValueError, match="slot"):
+    logits, seats, numbers = torch.zeros(2, 10), ints([0, 1]), ints([0, 0])
+    with pytest.raises(ValueError, match="seat"):
         choose(logits, tables, ints([0, 2]), numbers, EVERYTHING)
-    with pytest.raises(ValueError, match="slots"):
-        choose(logits, tables, slots[:1], numbers, EVERYTHING)
+    with pytest.raises(ValueError, match="seats"):
+        choose(logits, tables, seats[:1], numbers, EVERYTHING)
     with pytest.raises(ValueError, match="numbers"):
-        choose(logits, tables, slots, numbers.long(), EVERYTHING)
+        choose(logits, tables, seats, numbers.long(), EVERYTHING)
     with pytest.raises(ValueError, match="logits"):
-        choose(logits[:, :9], tables, slots, numbers, EVERYTHING)
+        choose(logits[:, :9], tables, seats, numbers, EVERYTHING)
 
 
 @pytest.mark.parametrize("num_sharing", [0, 1, 2, 3, 255, 256, 257, 4000])

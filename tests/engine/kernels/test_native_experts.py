@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.native import NativeRoute, NativeRunExperts, PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, NativeRoute, NativeRunExperts, Team
 from penstock.engine.kernels.experts import ListedExperts, route, run_experts
 from penstock.engine.quant.codebook import NF4, Codebook
 from penstock.engine.quant.float8 import Float8
@@ -52,19 +52,19 @@ NAMES = [
 ]
 
 
-def packed(team: Team, kept: Kept, weight: Tensor, bias: Tensor | None, *, gated: bool) -> PackedLinear:
+def packed(team: Team, kept: Kept, weight: Tensor, bias: Tensor | None, *, gated: bool) -> NativeLinear:
     match kept:
         case torch.dtype():
-            return PackedLinear(team, weight, bias, kept, gated)
+            return NativeLinear(team, weight, bias, kept, gated)
         case Integers():
             kept = replace(kept, group_size=kept.group_size or weight.shape[1])
             tensors = kept.quantize(weight) if kept.bits in (4, 8) else in_groups(weight, kept)
-            return PackedLinear.of(team, tensors, kept, bias, gated)
+            return NativeLinear.of(team, tensors, kept, bias, gated)
         case Float8():
             scale = weight.abs().amax(1, keepdim=True) / 448
             tensors = {"weight": (weight / scale).to(torch.float8_e4m3fn), "scale": scale}
-            return PackedLinear.of(team, tensors, kept, bias, gated)
-    return PackedLinear.of(team, kept.quantize(weight), kept, bias, gated)
+            return NativeLinear.of(team, tensors, kept, bias, gated)
+    return NativeLinear.of(team, kept.quantize(weight), kept, bias, gated)
 
 
 def in_groups(weight: Tensor, format: Integers) -> dict[str, Tensor]:
@@ -174,13 +174,13 @@ def test_a_permutation_is_that_of_each_expert(team: Team) -> None:
     generator = torch.Generator().manual_seed(6)
 
     def listed(rows: int, columns: int, gated: bool) -> tuple[ListedExperts, ListedExperts]:
-        both: tuple[list[PackedLinear], list[PackedLinear]] = ([], [])
+        both: tuple[list[NativeLinear], list[NativeLinear]] = ([], [])
         for _ in range(EXPERTS):
             weight = torch.randn(rows, columns, generator=generator) / columns**0.5
             order = torch.randperm(columns, generator=generator).int()
             tensors = {**Integers(4, 16, has_offset=True).quantize(weight), "permutation": order}
             for own, some in zip(both, (gated, False), strict=True):
-                own.append(PackedLinear.of(team, tensors, format, None, some))
+                own.append(NativeLinear.of(team, tensors, format, None, some))
         return ListedExperts(both[0], rows), ListedExperts(both[1], rows)
 
     gate_up, down = listed(2 * INNER, HIDDEN, True), listed(HIDDEN, INNER, False)

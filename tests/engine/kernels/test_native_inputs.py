@@ -28,9 +28,9 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def filled_table(num_slots: int, seed: int) -> SequenceTable:
+def filled_table(num_seats: int, seed: int) -> SequenceTable:
     """A table with something in every row; the row of the padding has length 0."""
-    table = SequenceTable(num_slots, MAX_BLOCKS, BLOCK_SIZE, CPU)
+    table = SequenceTable(num_seats, MAX_BLOCKS, BLOCK_SIZE, CPU)
     generator = torch.Generator().manual_seed(seed)
     table.words.copy_(torch.randint(0, 50, table.words.shape, generator=generator))
     table.last_tokens.sub_(1)
@@ -41,17 +41,17 @@ def filled_table(num_slots: int, seed: int) -> SequenceTable:
 
 @dataclass(frozen=True)
 class Case:
-    num_slots: int
+    num_seats: int
     seed: int
     steps: list[StepTokens]
 
 
 @st.composite
-def step_tokens(draw: st.DrawFn, num_slots: int) -> StepTokens:
-    real = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=num_slots))
+def step_tokens(draw: st.DrawFn, num_seats: int) -> StepTokens:
+    real = draw(st.lists(st.integers(0, num_seats - 1), unique=True, max_size=num_seats))
     num_padding = draw(st.integers(0 if real else 1, 3))
-    slots: list[int] = draw(st.permutations(real + [-1] * num_padding))
-    counts = [draw(st.integers(0, 5)) for _ in slots]
+    seats: list[int] = draw(st.permutations(real + [-1] * num_padding))
+    counts = [draw(st.integers(0, 5)) for _ in seats]
     token_ids: list[int] = []
     for count in counts:
         ids = [draw(st.integers(0, 99)) for _ in range(count)]
@@ -62,15 +62,15 @@ def step_tokens(draw: st.DrawFn, num_slots: int) -> StepTokens:
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     token_ids += [0] * draw(st.integers(0, 3))  # rows of no sequence
     return StepTokens(
-        ints(slots), starts, ints(token_ids), draw(st.integers(0, MAX_BLOCKS)), max(counts, default=0)
+        ints(seats), starts, ints(token_ids), draw(st.integers(0, MAX_BLOCKS)), max(counts, default=0)
     )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    num_slots = draw(st.integers(1, 6))
-    steps = draw(st.lists(step_tokens(num_slots), min_size=1, max_size=3))
-    return Case(num_slots, draw(st.integers(0, 1000)), steps)
+    num_seats = draw(st.integers(1, 6))
+    steps = draw(st.lists(step_tokens(num_seats), min_size=1, max_size=3))
+    return Case(num_seats, draw(st.integers(0, 1000)), steps)
 
 
 def assert_same(found: StepInputs, expected: StepInputs) -> None:
@@ -86,7 +86,7 @@ def assert_same(found: StepInputs, expected: StepInputs) -> None:
 @given(cases())
 def test_inputs_are_those_of_the_specification(library: NativeLibrary, case: Case) -> None:
     native = NativeGather(library)
-    ours, theirs = filled_table(case.num_slots, case.seed), filled_table(case.num_slots, case.seed)
+    ours, theirs = filled_table(case.num_seats, case.seed), filled_table(case.num_seats, case.seed)
     made = []
     for step in case.steps:
         made.append((native(ours, step), gather(theirs, step)))
@@ -106,9 +106,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(library: NativeLibrary
     native, table = NativeGather(library), filled_table(2, 0)
     before = table.words.clone()
     good = StepTokens(ints([0, 1]), ints([0, 1, 2]), ints([5, 6]), 3, 1)
-    for slots in ([0, 2], [0, -2]):
-        with pytest.raises(ValueError, match="slot"):
-            native(table, replace(good, slots=ints(slots)))
+    for seats in ([0, 2], [0, -2]):
+        with pytest.raises(ValueError, match="seat"):
+            native(table, replace(good, seats=ints(seats)))
     for starts in ([0, 1, 3], [0, 2, 1], [-1, 1, 2]):
         with pytest.raises(ValueError, match="query_starts"):
             native(table, replace(good, query_starts=ints(starts)))

@@ -16,8 +16,8 @@ from penstock.engine.kernels.cpu import build
 from penstock.engine.kernels.cpu.levels import this_machine
 from penstock.engine.kernels.cpu.native import (
     NativeLibrary,
+    NativeLinear,
     NativeUnavailable,
-    PackedLinear,
     Team,
     load_library,
 )
@@ -109,7 +109,7 @@ def _script(path: Path, body: str) -> Path:
 def test_products_are_those_of_torch(team: Team, dtype: torch.dtype, n: int, k: int) -> None:
     generator = torch.Generator().manual_seed(n)
     weight, bias = torch.randn(n, k, generator=generator).to(dtype), torch.randn(n, generator=generator)
-    linear = PackedLinear(team, weight, bias, dtype)
+    linear = NativeLinear(team, weight, bias, dtype)
     for rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200):
         x = torch.randn(rows, k, generator=generator)
         read = x.to(linear.activation_dtype).float()
@@ -123,7 +123,7 @@ def test_gated_products(team: Team, inner: int) -> None:
         torch.randn(2 * inner, 24, generator=generator),
         torch.randn(2 * inner, generator=generator),
     )
-    linear = PackedLinear(team, weight, bias, torch.float32, gated=True)
+    linear = NativeLinear(team, weight, bias, torch.float32, gated=True)
     for rows in (1, 2, 9, 100):
         x = torch.randn(rows, 24, generator=generator)
         both = ranges.linear(exactly(x), weight, bias)
@@ -133,7 +133,7 @@ def test_gated_products(team: Team, inner: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_alone_is_the_row_in_any_batch(team: Team, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    linear = PackedLinear(team, torch.randn(150, 1030, generator=generator), None, dtype)
+    linear = NativeLinear(team, torch.randn(150, 1030, generator=generator), None, dtype)
     x = torch.randn(210, 1030, generator=generator)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in (2, 3, 4, 5, 6, 7, 16, 95, 96, 97, 210):
@@ -144,21 +144,21 @@ def test_a_row_alone_is_the_row_in_any_batch(team: Team, dtype: torch.dtype) -> 
 def test_silu_far_out(team: Team) -> None:
     weight = torch.tensor([[1.0], [1.0]])
     x = torch.tensor([[-1e30], [-200.0], [-80.0], [0.0], [80.0], [200.0]])
-    linear = PackedLinear(team, weight, torch.tensor([0.0, 0.0]), torch.float32, gated=True)
+    linear = NativeLinear(team, weight, torch.tensor([0.0, 0.0]), torch.float32, gated=True)
     assert_within(linear(x), ranges.silu_mul(exactly(x), exactly(x)))
 
 
 def test_half_precision_is_rounded_as_torch_does(team: Team) -> None:
     weight = torch.tensor([[1e-8, 6e-8, 65504.0, 1.0009765, 1e-5]]).repeat(3, 1)
     for dtype in (torch.float16, torch.bfloat16):
-        linear = PackedLinear(team, weight, None, dtype)
+        linear = NativeLinear(team, weight, None, dtype)
         assert torch.equal(linear(torch.eye(5)), weight.to(dtype).float().T)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits_is_what_it_is_to_torch(team: Team, dtype: torch.dtype) -> None:
     weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()[:, None]
-    linear = PackedLinear(team, weight, None, dtype)
+    linear = NativeLinear(team, weight, None, dtype)
     product = weight
     if linear.activation_dtype == torch.bfloat16 and team.library.level != "tiles":
         # The instructions take denormal numbers for zeros; the double of AMX's does not.
@@ -175,7 +175,7 @@ def test_the_weights_come_out_as_they_went_in(
     team: Team, dtype: torch.dtype, gated: bool, n: int, k: int
 ) -> None:
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
-    linear = PackedLinear(team, weight, None, dtype, gated)
+    linear = NativeLinear(team, weight, None, dtype, gated)
     assert torch.equal(linear.dense(), weight.to(dtype).float())
     assert (linear.in_features, linear.out_features) == (k, n // 2 if gated else n)
     assert linear.num_bytes >= n * k * dtype.itemsize
@@ -184,14 +184,14 @@ def test_the_weights_come_out_as_they_went_in(
 
 
 def test_shapes_that_do_not_fit_are_refused(team: Team) -> None:
-    linear = PackedLinear(team, torch.zeros(4, 8), None, torch.float32)
+    linear = NativeLinear(team, torch.zeros(4, 8), None, torch.float32)
     for x in (torch.zeros(1, 7), torch.zeros(8), torch.zeros(1, 8).double()):
         with pytest.raises(ValueError, match="expected"):
             linear(x)
     with pytest.raises(ValueError, match="bias"):
-        PackedLinear(team, torch.zeros(4, 8), torch.zeros(3), torch.float32)
+        NativeLinear(team, torch.zeros(4, 8), torch.zeros(3), torch.float32)
     with pytest.raises(ValueError, match="equally"):
-        PackedLinear(team, torch.zeros(5, 8), None, torch.float32, gated=True)
+        NativeLinear(team, torch.zeros(5, 8), None, torch.float32, gated=True)
 
 
 # ---- threads ----
@@ -199,7 +199,7 @@ def test_shapes_that_do_not_fit_are_refused(team: Team) -> None:
 
 def test_calls_from_several_threads_take_turns(team: Team) -> None:
     generator = torch.Generator().manual_seed(0)
-    linear = PackedLinear(team, torch.randn(64, 64, generator=generator), None, torch.float32)
+    linear = NativeLinear(team, torch.randn(64, 64, generator=generator), None, torch.float32)
     x = torch.randn(20, 64, generator=generator)
     wanted = linear(x)
     wrong: list[int] = []
@@ -228,7 +228,7 @@ def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
 
     thread = threading.Thread(target=tick)
     thread.start()
-    linear = PackedLinear(team, torch.zeros(1024, 1024), None, torch.float32)
+    linear = NativeLinear(team, torch.zeros(1024, 1024), None, torch.float32)
     x = torch.zeros(2048, 1024)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)
@@ -247,7 +247,7 @@ def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
 @pytest.mark.parametrize("level", [BEST.name], scope="module")
 def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
     team = library.start_team(4)
-    linear = PackedLinear(team, torch.zeros(64, 64), None, torch.float32)
+    linear = NativeLinear(team, torch.zeros(64, 64), None, torch.float32)
     linear(torch.zeros(8, 64))
     time.sleep(0.05)
     before = time.process_time()
@@ -260,9 +260,9 @@ def test_idle_threads_use_no_processor(library: NativeLibrary) -> None:
 def test_the_end_of_the_interpreter_and_a_fork_are_clean() -> None:
     program = """
 import os, torch
-from penstock.engine.kernels.cpu.native import PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import NativeLinear, load_library
 team = load_library(print).start_team(3)
-linear = PackedLinear(team, torch.eye(64), None, torch.float32)
+linear = NativeLinear(team, torch.eye(64), None, torch.float32)
 x = torch.randn(40, 64)
 assert torch.equal(linear(x), x)
 child = os.fork()
@@ -280,9 +280,9 @@ def test_who_ends_last_has_native_objects_until_then() -> None:
 import atexit
 atexit.register(lambda: print(torch.equal(linear(x), x)))  # what is registered later is called before
 import torch
-from penstock.engine.kernels.cpu.native import PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import NativeLinear, load_library
 team = load_library(lambda _: None).start_team(3)
-linear = PackedLinear(team, torch.eye(512), None, torch.float32)
+linear = NativeLinear(team, torch.eye(512), None, torch.float32)
 x = torch.randn(40, 512)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

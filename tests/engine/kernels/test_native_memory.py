@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.kernels.cpu.native import NativeChoose, PackedLinear, load_library
+from penstock.engine.kernels.cpu.native import NativeChoose, NativeLinear, load_library
 from penstock.engine.sampling.tables import Filters, SamplingTables
 
 torch.set_num_threads(1)
@@ -39,12 +39,12 @@ def at_most(more):
 
 library = load_library(print)
 team = library.start_team(2)
-linear = PackedLinear(team, torch.ones(16, 8), None, torch.float32)
+linear = NativeLinear(team, torch.ones(16, 8), None, torch.float32)
 weight = torch.ones(4096, 4096)
 choose = NativeChoose(team)
 logits = torch.zeros(3, 4 * MIB)
 tables = SamplingTables(3, 4 * MIB, 1, 1, torch.device("cpu"))
-slots, numbers = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+seats, numbers = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
 
 
 def start_a_large_team():
@@ -52,11 +52,11 @@ def start_a_large_team():
 
 
 def pack_a_large_layer():
-    PackedLinear(team, weight, None, torch.float32)
+    NativeLinear(team, weight, None, torch.float32)
 
 
 def choose_from_a_large_vocabulary():
-    choose(logits, tables, slots, numbers, Filters())
+    choose(logits, tables, seats, numbers, Filters())
 
 
 try:
@@ -65,7 +65,7 @@ try:
 except MemoryError as error:
     print("MemoryError:", error)
 assert linear(torch.ones(2, 8)).tolist() == [[8.0] * 16] * 2, "the team goes on"
-assert choose(logits, tables, slots, numbers, Filters())[0].min() >= 0
+assert choose(logits, tables, seats, numbers, Filters())[0].min() >= 0
 library.start_team(3).close()
 print("went on")
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.kernels.cpu import library as module
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from penstock.engine.kernels.linear import IntegerLinear
 from penstock.engine.quant.integers import Integers
 
@@ -22,13 +22,13 @@ ROWS = (1, 7, 16, 17, 31, 32, 33, 64, 97, 256, 257, 530)
 
 def made(
     team: Team, kept: torch.dtype | int, gated: bool, biased: bool, in_features: int = IN
-) -> PackedLinear:
+) -> NativeLinear:
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(OUT, in_features, generator=generator), torch.randn(OUT, generator=generator)
     if isinstance(kept, torch.dtype):
-        return PackedLinear(team, weight, bias if biased else None, kept, gated)
+        return NativeLinear(team, weight, bias if biased else None, kept, gated)
     format = Integers(8, kept)
-    return PackedLinear.of(team, format.quantize(weight), format, bias if biased else None, gated)
+    return NativeLinear.of(team, format.quantize(weight), format, bias if biased else None, gated)
 
 
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16, IN, IN // 3], ids=str)
@@ -61,7 +61,7 @@ def test_many_rows_of_integers_are_what_the_arithmetic_says(team: Team) -> None:
         torch.randn(OUT, generator=generator),
     )
     x = torch.randn(max(ROWS), IN, generator=generator)
-    linear = PackedLinear.of(team, tensors, format, bias)
+    linear = NativeLinear.of(team, tensors, format, bias)
     assert torch.equal(linear(x), IntegerLinear(tensors, format, bias)(x))
 
 

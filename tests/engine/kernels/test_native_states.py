@@ -153,12 +153,12 @@ def test_only_sampled_rows_are_made_and_every_row_is_seen(family: str, team: Tea
 @pytest.mark.parametrize(
     ("slots", "saves", "said"),
     [
-        ([8, 1, 0, 3], [], "a slot does not exist"),
-        ([0, -1, 0, 3], [], "a slot does not exist"),
+        ([8, 1, 0, 3], [], "a state slot does not exist"),
+        ([0, -1, 0, 3], [], "a state slot does not exist"),
         ([1, 1, NUM_PENDING + 1, 3], [], "more pending ones"),
         ([1, 1, 0, 4], [], "more rows"),
         ([1, 1, 0, -1], [], "more rows"),
-        ([0, 1, 0, 3], [[0, 1, 8, 0]], "a slot does not exist"),
+        ([0, 1, 0, 3], [[0, 1, 8, 0]], "a state slot does not exist"),
         ([0, 1, 0, 3], [[1, 1, 2, 0]], "more rows"),
         ([0, 1, 0, 3], [[0, 2, 2, 2]], "more rows"),
         ([0, 1, 0, 3], [[0, -1, 2, 0]], "more rows"),

@@ -11,8 +11,8 @@ import torch
 from penstock.engine.kernels.cpu.library import KINDS, KindTime
 from penstock.engine.kernels.cpu.native import (
     NativeLibrary,
+    NativeLinear,
     NativeUnavailable,
-    PackedLinear,
     Team,
     load_library,
 )
@@ -102,7 +102,7 @@ def test_times_grow_while_it_is_on_stay_when_it_is_off_and_start_from_zero_again
 
 
 def test_a_product_of_its_own_is_the_head(team: Team) -> None:
-    linear = PackedLinear(team, torch.ones(40, 8), None, torch.float32)
+    linear = NativeLinear(team, torch.ones(40, 8), None, torch.float32)
     team.time(True)
     linear(torch.ones(2, 8))
     assert [kind for kind, spent in team.times().items() if spent.num_phases] == ["head"]

@@ -20,7 +20,7 @@ from penstock.engine.kernels.cpu import levels, native
 from penstock.engine.kernels.cpu.levels import VARIABLE, Machine
 from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from penstock.engine.kernels.ops import Kernels, reference_kernels
-from penstock.engine.kernels.packed import PACKED, UnpackedLinear
+from penstock.engine.kernels.packed import PACKED_FORMATS, UnpackedLinear
 from penstock.engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from penstock.engine.model.parse import parse_config
@@ -286,7 +286,7 @@ def test_experts_whose_product_does_not_run_are_unpacked(monkeypatch: pytest.Mon
 
 
 def test_plain_torch_on_a_gpu_keeps_quantized_weights_packed() -> None:
-    assert reference_kernels(CUDA, torch.bfloat16).packs == PACKED
+    assert reference_kernels(CUDA, torch.bfloat16).packs == PACKED_FORMATS
     assert reference_kernels(CPU, torch.float32).packs == (Integers,)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.packed import PACKED, UNIT, Code, UnpackedLinear, pack
+from penstock.engine.kernels.packed import PACKED_FORMATS, UNIT, Code, UnpackedLinear, pack
 from penstock.engine.quant.float8 import Float8, Scaling
 from penstock.engine.quant.formats import NamedTensors
 from penstock.engine.quant.integers import Factors, Integers
@@ -117,4 +117,4 @@ def test_a_map_of_unpacked_weights_takes_x_in_the_order_that_it_has() -> None:
     linear = UnpackedLinear(pack(tensors, format, CPU), bias)
     expected = x.double() @ format.unpack(tensors).double().T + bias.double()
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=1e-3)
-    assert isinstance(format, PACKED)
+    assert isinstance(format, PACKED_FORMATS)

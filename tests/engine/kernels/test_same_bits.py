@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.cpu.levels import AMX, AVX512BF16
-from penstock.engine.kernels.cpu.native import PackedLinear, Team
+from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from penstock.engine.quant.codebook import Codebook
 from penstock.engine.quant.float8 import Float8
 from tests.engine.families import STATES
@@ -72,7 +72,7 @@ def test_products(kept: Kept, n: int, k: int, gated: bool) -> None:
 @pytest.mark.parametrize("k", [1, 7, 8, 13, 529])
 def test_products_of_any_depth(dtype: torch.dtype, k: int) -> None:
     x = random(13, k)
-    check(levels_for(dtype), lambda team: PackedLinear(team, random(37, k), None, dtype)(x))
+    check(levels_for(dtype), lambda team: NativeLinear(team, random(37, k), None, dtype)(x))
 
 
 @pytest.mark.parametrize("kept", FORMATS, ids=NAMES)

@@ -23,7 +23,7 @@ from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.tensors import AS_IT_IS, Recipe
 from penstock.engine.model.weights import load_weights
-from penstock.engine.program.experts import run_experts
+from penstock.engine.program.expert_layer import run_experts
 from penstock.engine.program.parameters import ExpertsWeights
 from penstock.engine.spec import Experts, Mlp, Norm
 from tests.engine.families import SPARSE

@@ -14,7 +14,7 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.execution.loader import load_model
 from penstock.engine.fields import Fields
-from penstock.engine.kernels.cpu.native import PackedLinear
+from penstock.engine.kernels.cpu.native import NativeLinear
 from penstock.engine.model.parse import parse_config
 from penstock.engine.program.native import NativeDecoder
 from tests.engine.families import TINY
@@ -85,5 +85,5 @@ def test_the_table_keeps_the_type_of_the_file_and_small_maps_are_not_quantized(t
     assert isinstance(combine.rows, torch.Tensor)
     assert combine.rows.dtype == torch.float32
     (out,) = (op.linear for op in decoder.program.ops if op.part == 0)
-    assert isinstance(out, PackedLinear)
+    assert isinstance(out, NativeLinear)
     assert out.activation_dtype != torch.int8

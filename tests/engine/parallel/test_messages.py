@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Narrator
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.states import ChunkState, Save
-from penstock.engine.planning.step import Chunk, Masks, Plan
+from penstock.engine.planning.state_records import ChunkState, Save
+from penstock.engine.planning.step import Chunk, Masks, StepPlan
 from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 
 
-def same(told: Plan, heard: Plan) -> None:
+def same(told: StepPlan, heard: StepPlan) -> None:
     """All that a step reads of a plan."""
     assert (heard.num_tokens, heard.copies) == (told.num_tokens, told.copies)
     for chunk, own in zip(told.chunks, heard.chunks, strict=True):
@@ -43,7 +43,7 @@ class Overheard(FakeRunner):
         self.narrator, self.listener = Narrator(), Listener()
         self.sizes: list[int] = []
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         message = pickle.loads(pickle.dumps(self.narrator.launch(plan)))
         assert isinstance(message, Launch)
         self.sizes.append(len(message.words))
@@ -94,7 +94,7 @@ def test_a_decode_tells_its_token_and_no_more() -> None:
 def test_drafts_and_masks_come_along() -> None:
     sequence = Sequence(make_request("r", [1, 2, 3, 4, 5]))
     sequence.block_table = [3, 4]
-    plan = Plan([Chunk(sequence, 4, 3, samples=True, drafts=[8, 9])], [(1, 4)], 3)
+    plan = StepPlan([Chunk(sequence, 4, 3, samples=True, drafts=[8, 9])], [(1, 4)], 3)
     message = Narrator().launch(plan)
     same(plan, Listener().plan(message))
     masks = Masks(bytearray(b"\1\2\3\4"), 1, [0])
@@ -110,13 +110,13 @@ def test_the_slots_of_states_come_along() -> None:
         Chunk(first, 1, 4, samples=True, state=ChunkState(5, 6, 2, saves)),
         Chunk(second, 0, 4, samples=False, state=ChunkState(0, 9, 0, [])),
     ]
-    plan = Plan(chunks, [], 8)
+    plan = StepPlan(chunks, [], 8)
     same(plan, Listener().plan(Narrator().launch(plan)))
 
 
 def test_who_is_forgotten_twice_or_was_never_told_of_is_not_told_of() -> None:
     narrator, sequence = Narrator(), Sequence(make_request("r", [1, 2, 3, 4, 5]))
     assert narrator.forget([sequence]) == Forget([])
-    narrator.launch(Plan([Chunk(sequence, 0, 5, samples=True)], [], 5))
+    narrator.launch(StepPlan([Chunk(sequence, 0, 5, samples=True)], [], 5))
     assert narrator.forget([sequence]) == Forget([0])
     assert narrator.forget([sequence]) == Forget([])

@@ -22,7 +22,7 @@ from penstock.engine.parallel.leader import Followers, ParallelRunner
 from penstock.engine.planning.device import DeviceError, RunnerFacts, StepInFlight
 from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike
@@ -193,10 +193,10 @@ class Unloadable:
     def load(self) -> RunnerFacts:
         raise RuntimeError("no graph for you")
 
-    def draft(self, plan: Plan, *, may_stay: bool) -> list[list[int]]:
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]]:
         raise NotImplementedError
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         raise NotImplementedError
 
     def forget(self, sequences: Iterable[Sequence]) -> None:

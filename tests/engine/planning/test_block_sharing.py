@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import FinishReason, Sequence
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 
@@ -27,7 +27,7 @@ def may_share(a: Sequence, b: Sequence, i: int) -> bool:
 @modest
 @given(workloads())
 def test_two_sequences_hold_one_block_only_for_a_common_prefix(workload: Workload) -> None:
-    def watch(run: Run, _: Plan) -> None:
+    def watch(run: Run, _: StepPlan) -> None:
         for a, b in combinations(run.scheduler.sequences.running, 2):
             for block in set(a.block_table) & set(b.block_table):
                 i = a.block_table.index(block)
@@ -40,7 +40,7 @@ def test_two_sequences_hold_one_block_only_for_a_common_prefix(workload: Workloa
 @modest
 @given(workloads(prefix_cache=False, num_choices=(1,)))
 def test_without_forks_and_prefix_cache_no_block_has_two_holders(workload: Workload) -> None:
-    def watch(run: Run, _: Plan) -> None:
+    def watch(run: Run, _: StepPlan) -> None:
         assert max(run.tables.pool.ref_counts) <= 1
 
     Run(workload, watch).finish()
@@ -49,7 +49,7 @@ def test_without_forks_and_prefix_cache_no_block_has_two_holders(workload: Workl
 @modest
 @given(workloads())
 def test_what_a_step_writes_belongs_to_one_sequence_alone(workload: Workload) -> None:
-    def watch(run: Run, plan: Plan) -> None:
+    def watch(run: Run, plan: StepPlan) -> None:
         written: set[int] = set()
         for chunk in plan.chunks:
             positions = range(chunk.start, chunk.start + chunk.num_tokens)
@@ -64,7 +64,7 @@ def test_what_a_step_writes_belongs_to_one_sequence_alone(workload: Workload) ->
 @modest
 @given(workloads())
 def test_a_copy_goes_into_a_block_of_its_own_that_its_new_holder_writes(workload: Workload) -> None:
-    def watch(run: Run, plan: Plan) -> None:
+    def watch(run: Run, plan: StepPlan) -> None:
         targets = [target for _, target in plan.copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {source for source, _ in plan.copies}
@@ -80,7 +80,7 @@ def test_a_copy_goes_into_a_block_of_its_own_that_its_new_holder_writes(workload
 @modest
 @given(workloads(num_choices=(1,)))
 def test_a_single_choice_is_never_copied(workload: Workload) -> None:
-    def watch(_: Run, plan: Plan) -> None:
+    def watch(_: Run, plan: StepPlan) -> None:
         assert plan.copies == []
 
     Run(workload, watch).finish()
@@ -89,7 +89,7 @@ def test_a_single_choice_is_never_copied(workload: Workload) -> None:
 @modest
 @given(workloads())
 def test_nobody_holds_more_blocks_than_the_known_tokens_need(workload: Workload) -> None:
-    def watch(run: Run, _: Plan) -> None:
+    def watch(run: Run, _: StepPlan) -> None:
         for sequence in run.scheduler.sequences.running:
             held = len(sequence.block_table)
             assert sequence.num_committed <= sequence.num_computed <= held * BLOCK_SIZE
@@ -137,7 +137,7 @@ def test_cancelling_all_at_any_step_frees_all(workload: Workload, at: int) -> No
 def test_who_is_cancelled_during_a_step_gets_nothing_of_it(workload: Workload, at: int, pick: int) -> None:
     victim = workload.requests[pick % len(workload.requests)]
 
-    def watch(run: Run, _: Plan) -> None:
+    def watch(run: Run, _: StepPlan) -> None:
         if len(run.steps) == at:
             run.receive(run.scheduler.sequences.cancel(victim.request_id, run.now))
 
@@ -151,7 +151,7 @@ def test_who_is_cancelled_during_a_step_gets_nothing_of_it(workload: Workload, a
 @modest
 @given(workloads(), st.integers(0, 25))
 def test_a_failure_in_flight_ends_every_choice_once_and_frees_all(workload: Workload, at: int) -> None:
-    def watch(run: Run, plan: Plan) -> None:
+    def watch(run: Run, plan: StepPlan) -> None:
         if len(run.steps) == at:
             run.receive(run.scheduler.fail_step(plan, "broken", run.now))
             assert run.scheduler.fail_step(plan, "again", run.now) == []

@@ -9,7 +9,7 @@ from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import _MOST_BEHIND, Pace
 from penstock.engine.planning.price import value
 from penstock.engine.planning.request import FinishReason, Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 from penstock.engine.planning.timings import DraftCount
 from tests.engine.fake_runner import drafting_always, make_request
 
@@ -47,7 +47,7 @@ class EchoModel:
         self.asked: list[int] = []
         """For how many sequences, each time."""
 
-    def extend(self, drafting: Drafting, plan: Plan, tables: SequenceMemory) -> None:
+    def extend(self, drafting: Drafting, plan: StepPlan, tables: SequenceMemory) -> None:
         """Adds drafts to a plan, its own included."""
         drafting.extend(plan, tables, 100)
         chunks = [chunk for chunk in plan.chunks if chunk.is_open]
@@ -71,15 +71,15 @@ def running(tables: SequenceMemory, num: int, max_tokens: int = 100) -> list[Seq
     return found
 
 
-def step_of(sequences: list[Sequence]) -> Plan:
-    plan = Plan([Chunk(s, s.num_computed, 1, samples=True) for s in sequences], num_tokens=len(sequences))
+def step_of(sequences: list[Sequence]) -> StepPlan:
+    plan = StepPlan([Chunk(s, s.num_computed, 1, samples=True) for s in sequences], num_tokens=len(sequences))
     for sequence in sequences:
         sequence.num_computed += 1
         sequence.num_pending = 1
     return plan
 
 
-def counts(plan: Plan) -> list[int]:
+def counts(plan: StepPlan) -> list[int]:
     return [len(chunk.drafts) for chunk in plan.chunks]
 
 

@@ -20,7 +20,7 @@ from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import _PAIRS, _SHORTEST_REST, Pace
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Chunk, Plan
+from penstock.engine.planning.step import Chunk, StepPlan
 from penstock.priority.steptime import StepTimeModel
 from tests.engine.fake_runner import make_request
 from tests.few import examples
@@ -109,7 +109,7 @@ class Machine:
         return (self.num_tokens - tokens) / (self.seconds - seconds)
 
     def _step(self) -> None:
-        plan = Plan()
+        plan = StepPlan()
         for sequence in self.streams:
             if len(sequence.token_ids) > 900:  # the tables are not what is tested
                 del sequence.token_ids[4:]

@@ -12,7 +12,7 @@ from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.timings import MAX_MARKS
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
@@ -52,7 +52,7 @@ class SchedulerHarness:
         for request in requests:
             self.queue.put(request, self.now)
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.receive(self.scheduler.commit(plan, self.runner.execute(plan), self.now))
@@ -71,7 +71,7 @@ class SchedulerHarness:
         raise AssertionError("the work does not end")
 
 
-def work(plan: Plan) -> list[tuple[str, int, int]]:
+def work(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(c.sequence.request.request_id, c.start, c.num_tokens) for c in plan.chunks]
 
 

@@ -23,7 +23,7 @@ from penstock.engine.planning.device import OutOfMemory, StepInFlight
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import (
     FakeDraftModel,
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tables = make_memory(facts, prefix_cache=prefix_cache, log=None)
         if isinstance(self.runner, QueuedRunner):
             self.runner.watch(self.tables)
-        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
+        self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
         self.pace = pace
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
         self.land(self.runner.num_ahead if is_launched else 0)
 
-    def launch(self, plan: Plan) -> bool:
+    def launch(self, plan: StepPlan) -> bool:
         """False if there was no room for any of it; then it has failed."""
         before = self.runner.num_refused
         try:
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.runner.num_refused - before <= 1 + self.budget.bit_length(), "halved every time"
         return plan.num_tokens <= self.runner.room
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         self.now += 1.0
         if self.flights and self.scheduler.awaits_tokens:
             self.land(0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import FinishReason, Request
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Piece, Run, Workload, workloads
 from tests.few import examples
@@ -29,7 +29,7 @@ def pieces_of(run: Run) -> dict[Key, list[Piece]]:
 @modest
 @given(workloads())
 def test_a_step_has_no_more_tokens_than_the_budget(workload: Workload) -> None:
-    def watch(_: Run, plan: Plan) -> None:
+    def watch(_: Run, plan: StepPlan) -> None:
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
 
     run = Run(workload, watch).finish()
@@ -122,7 +122,7 @@ def test_a_sequence_is_in_a_step_once_and_has_a_seat(workload: Workload) -> None
 @modest
 @given(workloads(), st.lists(st.tuples(st.integers(0, 25), st.integers(0, 5)), max_size=5))
 def test_a_plan_has_no_sequence_that_ended(workload: Workload, cancels: list[tuple[int, int]]) -> None:
-    def watch(_: Run, plan: Plan) -> None:
+    def watch(_: Run, plan: StepPlan) -> None:
         assert all(chunk.sequence.finish_reason is None for chunk in plan.chunks)
 
     def cancel(run: Run) -> None:

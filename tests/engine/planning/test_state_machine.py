@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_index import chain_start, extend_hashes
 from penstock.engine.planning.request import FinishReason, Sequence
-from penstock.engine.planning.states import Snapshot
+from penstock.engine.planning.state_records import Snapshot
 from tests.engine.fake_runner import make_request
 from tests.engine.fake_states import FakeStates
 from tests.engine.planning.test_scheduler_machine import BLOCK_SIZE, SchedulerMachine

@@ -19,8 +19,8 @@ from penstock.engine.planning.prefix_index import prompt_hashes
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import fit_limits, make_memory
-from penstock.engine.planning.states import StateUse
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.state_records import StateUse
+from penstock.engine.planning.step import StepPlan
 from penstock.gateway.sessions.prefixes.sharing import choose_prefixes
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.priority.queue import LaneQueue
@@ -68,14 +68,14 @@ class Harness:
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.last: dict[tuple[str, int], Output] = {}
-        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
+        self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.launch()
         self.land(self.runner.num_ahead if plan.chunks else 0)
         return plan
 
-    def launch(self) -> Plan:
+    def launch(self) -> StepPlan:
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         if plan.chunks:

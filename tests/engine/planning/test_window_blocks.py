@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
@@ -77,7 +77,7 @@ class WindowedScheduler:
         for sequence in self.scheduler.sequences.running:
             self.most_held = max(self.most_held, sum(map(bool, sequence.block_table)))
 
-    def commit(self, plan: Plan, result: object) -> None:
+    def commit(self, plan: StepPlan, result: object) -> None:
         for output in self.scheduler.commit(plan, result, 0.0):  # type: ignore[arg-type]
             self.tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
             if output.timings is not None:

@@ -59,16 +59,16 @@ def make_sequence(
 
 
 def make_sampler(
-    num_slots: int, *, vocab: int = VOCAB, eos: Iterable[int] = (EOS,), choose: Choose = reference.choose
+    num_seats: int, *, vocab: int = VOCAB, eos: Iterable[int] = (EOS,), choose: Choose = reference.choose
 ) -> Sampler:
-    return Sampler(num_slots, vocab, eos, CPU, choose, max_biases=VOCAB)
+    return Sampler(num_seats, vocab, eos, CPU, choose, max_biases=VOCAB)
 
 
 def holding(sequences: list[Sequence], **options: Any) -> Sampler:
-    """A sampler with the sequences in slots 0, 1, ..."""
+    """A sampler with the sequences in seats 0, 1, ..."""
     sampler = make_sampler(len(sequences), **options)
-    for slot, sequence in enumerate(sequences):
-        sampler.assign(slot, sequence)
+    for seat, sequence in enumerate(sequences):
+        sampler.assign(seat, sequence)
     return sampler
 
 
@@ -82,11 +82,11 @@ def make_logits(num_rows: int, seed: int, scale: float = 3.0) -> Tensor:
 def sample(
     sampler: Sampler, logits: Tensor, sequences: Mapping[int, Sequence], filters: Filters | None = None
 ) -> list[int]:
-    """One step over sequences by slot, with the filters that they ask for."""
-    slots = torch.tensor(list(sequences), dtype=torch.int32)
+    """One step over sequences by seat, with the filters that they ask for."""
+    seats = torch.tensor(list(sequences), dtype=torch.int32)
     numbers = torch.tensor([s.num_output_tokens for s in sequences.values()], dtype=torch.int32)
     filters = sampler.filters(sequences) if filters is None else filters
-    token_ids = sampler.sample(logits, slots, numbers, filters)
+    token_ids = sampler.sample(logits, seats, numbers, filters)
     assert token_ids.dtype == torch.int32
     return token_ids.tolist()
 
@@ -110,7 +110,7 @@ def states(num: int, index: int = 0) -> NDArray[np.uint64]:
 
 
 def make_tables(vocab: int, state: NDArray[np.uint64], **columns: ArrayLike) -> SamplingTables:
-    """A slot for each state; fields of ROW that are not given are off."""
+    """A seat for each state; fields of ROW that are not given are off."""
     tables = SamplingTables(len(state), vocab, 0, 0, CPU)
     rows = np.zeros(len(state), ROW)
     off = {"temperature": 1, "top_p": 1, "min_p_depth": np.inf, "repetition": 1, "counts_row": -1}
@@ -125,8 +125,8 @@ def draws(
 ) -> NDArray[np.int64]:
     """[R] one token for each state; `logits` [vocab] are for all, and so are filters that are given as numbers."""
     tables = make_tables(len(logits), state, **columns)
-    slots = torch.arange(len(state), dtype=torch.int32)
+    seats = torch.arange(len(state), dtype=torch.int32)
     at = torch.from_numpy(np.broadcast_to(np.asarray(numbers, np.int32), len(state)).copy())
     filters = Filters("top_k" in columns, bool({"top_p", "min_p_depth"} & columns.keys()))
-    token_ids = choose(logits.expand(len(state), -1), tables, slots, at, filters, None)
+    token_ids = choose(logits.expand(len(state), -1), tables, seats, at, filters, None)
     return token_ids.numpy().astype(np.int64)

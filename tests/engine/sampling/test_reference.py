@@ -202,7 +202,7 @@ def test_temperature_zero_ignores_filters_and_noise(params: dict[str, Any], seed
 @given(st.lists(ROWS, min_size=2, max_size=5), st.integers(0, 2**32 - 1), st.randoms())
 @settings(max_examples=examples(50))
 def test_a_row_does_not_depend_on_the_rows_around_it(rows: list[Any], seed: int, random: Any) -> None:
-    """Nor on its slot."""
+    """Nor on its seat."""
     sequences = [make_sequence(*row) for row in rows]
     logits = make_logits(len(rows), seed)
     places = random.sample(range(8), len(rows))
@@ -297,10 +297,10 @@ def test_a_penalty_that_overflows_lifts_no_ban() -> None:
 
 def test_padding_chooses_nothing_and_counts_nothing() -> None:
     sampler = holding([make_sequence({"temperature": 0.0, "frequency_penalty": 9.0})])
-    slots, numbers = torch.tensor([-1, 0, -1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    seats, numbers = torch.tensor([-1, 0, -1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     logits = make_logits(1, 5).expand(3, -1).clone()
     logits[2] = math.nan
-    token_ids = sampler.sample(logits, slots, numbers, Filters())
+    token_ids = sampler.sample(logits, seats, numbers, Filters())
     assert token_ids.tolist() == [-1, int(logits[0].argmax()), -1]
     assert int(sampler.tables.counts.sum()) == 2
 
@@ -317,7 +317,7 @@ def test_the_logits_are_not_changed(rows: list[Any], dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_what_it_says(dtype: torch.dtype) -> None:
-    sequences = {slot: make_sequence({"seed": slot, "top_p": 0.9}) for slot in range(9)}
+    sequences = {seat: make_sequence({"seed": seat, "top_p": 0.9}) for seat in range(9)}
     sampler = holding(list(sequences.values()))
     logits = make_logits(9, 3).to(dtype)
     half, full = (sample(sampler, given, sequences) for given in (logits, logits.float()))
@@ -341,7 +341,7 @@ def test_a_vocabulary_of_one_token() -> None:
 
 
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to assign a slot nor to choose; a graph of the work gives the tokens of other logits, and counts them."""
+    """Neither to assign a seat nor to choose; a graph of the work gives the tokens of other logits, and counts them."""
     params = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 1.0, "min_tokens": 1}
     rows = [make_sequence({**params, "seed": i, "logit_bias": {2: 1.0}}, [1, 2]) for i in range(3)]
     steps = [make_logits(4, seed) for seed in range(3)]
@@ -351,15 +351,15 @@ def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with patched(monkeypatch) as device:
         cuda = torch.device("cuda", 0)
         sampler = Sampler(3, VOCAB, (EOS,), cuda, reference.choose)
-        logits, slots, numbers = (tensor.to(cuda) for tensor in (steps[0].clone(), *inputs))
+        logits, seats, numbers = (tensor.to(cuda) for tensor in (steps[0].clone(), *inputs))
         with device.watching():
             for filters in (Filters(), Filters(False, False)):
-                sampler.sample(logits, torch.full_like(slots, -1), numbers, filters)
-            for slot, sequence in enumerate(rows):
-                sampler.assign(slot, sequence)
+                sampler.sample(logits, torch.full_like(seats, -1), numbers, filters)
+            for seat, sequence in enumerate(rows):
+                sampler.assign(seat, sequence)
         graph = CudaGraph()
         with torch.cuda.graph(graph, pool=0):  # type: ignore[arg-type]
-            chosen = sampler.sample(logits, slots, numbers, Filters())
+            chosen = sampler.sample(logits, seats, numbers, Filters())
         found = [chosen.tolist()]
         for later in steps[1:]:
             logits.copy_(later)

@@ -40,14 +40,14 @@ from tests.few import examples
 NOTHING = Filters(top_k=False, top_p=False)
 
 
-def written(sampler: Sampler, slot: int) -> np.void:
-    """The slot's row of parameters."""
-    row: np.void = sampler.tables.rows[slot].numpy().view(ROW)[0]
+def written(sampler: Sampler, seat: int) -> np.void:
+    """The seat's row of parameters."""
+    row: np.void = sampler.tables.rows[seat].numpy().view(ROW)[0]
     return row
 
 
-def biases(sampler: Sampler, slot: int) -> dict[int, float]:
-    entries = sampler.tables.biases[slot, : int(written(sampler, slot)["num_biases"])].numpy()
+def biases(sampler: Sampler, seat: int) -> dict[int, float]:
+    entries = sampler.tables.biases[seat, : int(written(sampler, seat)["num_biases"])].numpy()
     values = np.ascontiguousarray(entries[:, 1]).view(np.float32)
     return dict(zip(entries[:, 0].tolist(), values.tolist(), strict=True))
 
@@ -143,24 +143,24 @@ def test_rows_come_and_go_in_any_order(rows: list[Any], data: st.DataObject) -> 
     kept = holding(sequences)
     for step in range(3):
         order = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
-        running, logits = {slot: sequences[slot] for slot in order}, make_logits(len(order), step)
+        running, logits = {seat: sequences[seat] for seat in order}, make_logits(len(order), step)
         token_ids = sample(kept, logits, running)
         assert token_ids == choose_next(list(running.values()), logits)
-        for slot, token_id in zip(order, token_ids, strict=True):
+        for seat, token_id in zip(order, token_ids, strict=True):
             if token_id >= 0:
-                sequences[slot].token_ids.append(token_id)
+                sequences[seat].token_ids.append(token_id)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), ROWS, st.integers(1, 3)), max_size=6), st.integers(0, 1000))
 @settings(max_examples=examples(60))
-def test_slots_are_used_again(turns: list[tuple[int, Any, int]], seed: int) -> None:
-    """Sequences come and go; what a slot held before is never seen again."""
+def test_seats_are_used_again(turns: list[tuple[int, Any, int]], seed: int) -> None:
+    """Sequences come and go; what a seat held before is never seen again."""
     sampler = make_sampler(3)
     running: dict[int, Sequence] = {}
-    for slot, row, num_steps in turns:
-        sampler.release(slot)
-        running[slot] = make_sequence(*row)
-        sampler.assign(slot, running[slot])
+    for seat, row, num_steps in turns:
+        sampler.release(seat)
+        running[seat] = make_sequence(*row)
+        sampler.assign(seat, running[seat])
         for step in range(num_steps):
             logits = make_logits(len(running), seed + step)
             token_ids = sample(sampler, logits, running)
@@ -174,13 +174,13 @@ def test_slots_are_used_again(turns: list[tuple[int, Any, int]], seed: int) -> N
                 break
 
 
-def test_every_slot_can_be_penalised_at_once_and_again() -> None:
+def test_every_seat_can_be_penalised_at_once_and_again() -> None:
     """Each has a row of counts of its own, released or not, and released twice."""
     sampler = make_sampler(3)
     for turn in range(3):
-        for slot in range(3):
-            sampler.assign(slot, make_sequence({"presence_penalty": 1.0}, [], [slot + turn] * 2))
-        counts = [[4 * (token == slot + turn) for token in range(VOCAB)] for slot in range(3)]
+        for seat in range(3):
+            sampler.assign(seat, make_sequence({"presence_penalty": 1.0}, [], [seat + turn] * 2))
+        counts = [[4 * (token == seat + turn) for token in range(VOCAB)] for seat in range(3)]
         assert sampler.tables.counts.tolist() == counts
         sampler.release(turn)
         sampler.release(turn)
@@ -269,7 +269,7 @@ def test_the_filters_of_a_step_are_what_some_row_asks_for() -> None:
     assert sampler.filters([]) == NOTHING
 
 
-def test_a_released_slot_asks_for_nothing() -> None:
+def test_a_released_seat_asks_for_nothing() -> None:
     sampler = holding([make_sequence({"top_k": 3, "top_p": 0.5, "num_logprobs": 1})])
     sampler.release(0)
     sampler.release(0)
@@ -287,7 +287,7 @@ class WatchedRequest(Request):
 
 
 def test_sequences_that_ended_are_forgotten() -> None:
-    """Nothing of one is held even while it runs: what its slot has to know is in the tables."""
+    """Nothing of one is held even while it runs: what its seat has to know is in the tables."""
     sampler = make_sampler(2)
     watched: list[weakref.ref[Any]] = []
     for turn in range(50):
@@ -302,11 +302,11 @@ def test_sequences_that_ended_are_forgotten() -> None:
     assert not [ref for ref in watched if ref() is not None]
 
 
-def test_a_slot_that_nothing_was_assigned_to_is_sampled_in_vain() -> None:
+def test_a_seat_that_nothing_was_assigned_to_is_sampled_in_vain() -> None:
     """As when a graph is captured before there is a sequence."""
     sampler = make_sampler(2)
-    slots, numbers = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    seats, numbers = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     logits = make_logits(1, 0)
-    token_ids = sampler.sample(logits, slots, numbers, Filters())
+    token_ids = sampler.sample(logits, seats, numbers, Filters())
     assert token_ids.tolist() == [int(logits.argmax())]
     assert not sampler.tables.counts.any()

@@ -80,9 +80,9 @@ def bits_of(masks: torch.Tensor) -> list[set[int]]:
 def test_what_is_kept_is_what_the_definitions_say(fields: dict[str, Any]) -> None:
     sequences, logits = sequences_of(fields), logits_of(1)
     sampler = holding(sequences)
-    slots = torch.arange(NUM, dtype=torch.int32)
+    seats = torch.arange(NUM, dtype=torch.int32)
     numbers = torch.tensor([one.num_output_tokens for one in sequences], dtype=torch.int32)
-    found = bits_of(sampler._sieve.masks(logits, sampler.tables, slots, numbers, None))
+    found = bits_of(sampler._sieve.masks(logits, sampler.tables, seats, numbers, None))
     expected = [by_definition(row, one) for row, one in zip(logits.tolist(), sequences, strict=True)]
     assert found == expected
     chosen = sample(sampler, logits, dict(enumerate(sequences)))
@@ -93,8 +93,8 @@ def test_what_is_kept_is_what_the_definitions_say(fields: dict[str, Any]) -> Non
 def test_typical_p_is_that_of_transformers() -> None:
     logits, sequences = logits_of(2), sequences_of({"typical_p": 0.6})
     sampler = holding(sequences)
-    slots, zeros = torch.arange(NUM, dtype=torch.int32), torch.zeros(NUM, dtype=torch.int32)
-    found = bits_of(sampler._sieve.masks(logits, sampler.tables, slots, zeros, None))
+    seats, zeros = torch.arange(NUM, dtype=torch.int32), torch.zeros(NUM, dtype=torch.int32)
+    found = bits_of(sampler._sieve.masks(logits, sampler.tables, seats, zeros, None))
     told = TypicalLogitsWarper(mass=0.6)(torch.zeros(NUM, 1, dtype=torch.long), logits.double())
     assert found == [set(row.isfinite().nonzero().flatten().tolist()) for row in told]
 
@@ -119,11 +119,11 @@ def test_every_implementation_chooses_the_same(choose: Choose) -> None:
 
 
 def test_the_last_step_without_them_is_as_if_there_had_been_none() -> None:
-    """A slot that had a sequence with filters gets one without."""
+    """A seat that had a sequence with filters gets one without."""
     plain, sifted = sequences_of({"top_p": 0.7}), sequences_of({"typical_p": 0.2})
     logits, sampler = make_logits(NUM, 3), holding(sifted)
-    for slot, sequence in enumerate(plain):
-        sampler.assign(slot, sequence)
+    for seat, sequence in enumerate(plain):
+        sampler.assign(seat, sequence)
     assert not sampler.filters(range(NUM)).sifted
     expected = sample(holding(plain), logits, dict(enumerate(plain)))
     assert sample(sampler, logits, dict(enumerate(plain))) == expected

@@ -16,7 +16,7 @@ import pytest
 from penstock.engine.planning.block_map import BlockMap
 from penstock.engine.planning.prefix_events import Dropped, Stored
 from penstock.engine.planning.report import StepReport
-from penstock.engine.planning.states import StateUse
+from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import ExpertUse
 from penstock.engine.planning.timings import NO_SECONDS, DraftCount, DraftSeconds
 from penstock.gateway.access.keys import Client, digest_of

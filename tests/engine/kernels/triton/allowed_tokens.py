@@ -21,7 +21,7 @@ SHARE = 2.0**-18
 def checked_sample(
     sampler: Sampler,
     logits: Tensor,
-    slots: Tensor,
+    seats: Tensor,
     numbers: Tensor,
     filters: Filters,
     masks: Tensor | None = None,
@@ -29,19 +29,19 @@ def checked_sample(
     """Samples; the reference must allow the tokens, and they must have been counted."""
     tables = sampler.tables
     before = tables.counts.clone()
-    token_ids = sampler.sample(logits, slots, numbers, filters, masks)
+    token_ids = sampler.sample(logits, seats, numbers, filters, masks)
     counted = tables.counts.clone()
     tables.counts.copy_(before)
-    expected = reference.choose(logits, tables, slots, numbers, filters, masks)
+    expected = reference.choose(logits, tables, seats, numbers, filters, masks)
     tables.counts.copy_(before)
     assert token_ids.dtype == torch.int32
     assert (token_ids < 0).equal(expected < 0)
     places = token_ids.clamp(min=0).long()[:, None]
-    allowed = _nearly_best(logits, tables, slots, numbers, filters, masks).gather(1, places).squeeze(1)
+    allowed = _nearly_best(logits, tables, seats, numbers, filters, masks).gather(1, places).squeeze(1)
     assert ((token_ids == expected) | allowed).all(), (token_ids, expected)
-    for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-        if slot >= 0 and token_id >= 0 and tables.column("counts_row")[slot] >= 0:
-            before[slot, token_id] += 2
+    for seat, token_id in zip(seats.tolist(), token_ids.tolist(), strict=True):
+        if seat >= 0 and token_id >= 0 and tables.column("counts_row")[seat] >= 0:
+            before[seat, token_id] += 2
     assert counted.equal(before)
     tables.counts.copy_(counted)
     return token_ids.tolist()
@@ -50,13 +50,13 @@ def checked_sample(
 def _nearly_best(
     logits: Tensor,
     tables: SamplingTables,
-    slots: Tensor,
+    seats: Tensor,
     numbers: Tensor,
     filters: Filters,
     masks: Tensor | None,
 ) -> Tensor:
     """[R, vocab] bool: tokens whose score may be the best one; none in a row without temperature, which is exact."""
-    rows = reference._Rows(tables, slots, numbers)
+    rows = reference._Rows(tables, seats, numbers)
     processed = reference._penalised(reference._biased(logits.float(), rows), rows)
     processed = reference._masked(processed, masks)
     depths = processed.amax(-1, keepdim=True) - processed
@@ -69,7 +69,7 @@ def _nearly_best(
     for share in (1 - SHARE, 1.0, 1 + SHARE):
         kept = torch.ones_like(allowed)
         if filters.top_k or filters.top_p:
-            columns = reference._Rows(_with_top_p(tables, share), slots, numbers).filters
+            columns = reference._Rows(_with_top_p(tables, share), seats, numbers).filters
             kept = reference.kept(depths, columns, filters)
         lowest = (scores - error).masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
         allowed |= kept & (scores + error >= lowest)

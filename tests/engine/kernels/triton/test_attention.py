@@ -261,8 +261,8 @@ def test_any_step(
 
 
 @pytest.mark.parametrize("max_decode_queries", [1, 16])
-def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_decode_queries: int, device: torch.device) -> None:
-    """A graph's batch: a slot with a row and no context, one with neither, and rows beyond the last sequence."""
+def test_rows_of_unused_seats_and_of_no_sequence_are_0(max_decode_queries: int, device: torch.device) -> None:
+    """A graph's batch: a seat with a row and no context, one with neither, and rows beyond the last sequence."""
     case = AttentionInput(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
     expected = case.expected()
     batch = case.batch

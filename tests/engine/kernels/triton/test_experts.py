@@ -38,7 +38,7 @@ from penstock.engine.model.parse import read_config
 from penstock.engine.model.split import split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.tensors import make_recipe
-from penstock.engine.program.experts import run_experts
+from penstock.engine.program.expert_layer import run_experts
 from penstock.engine.quant.formats import DENSE, Format, NamedTensors
 from penstock.engine.quant.integers import Integers
 from penstock.engine.spec import Activation

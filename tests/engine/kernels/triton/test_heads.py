@@ -17,7 +17,7 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.select import triton_kernels
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.planning.step import Plan
+from penstock.engine.planning.step import StepPlan
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle
 from tests.engine.execution.test_steps import RepeatingDevice, StepDriver, ask
@@ -55,13 +55,13 @@ def drafted(
         runner.load()
     told, make_drafts = list[list[list[int]]](), runner.draft
 
-    def drafts_of(plan: Plan, **_: object) -> list[list[int]] | None:
+    def drafts_of(plan: StepPlan, **_: object) -> list[list[int]] | None:
         made = make_drafts(plan, may_stay=may_stay)
         told.extend([] if made is None else [made])
         return made
 
     class Noting(UnpricedDrafting):
-        def note_made(self, plan: Plan, made: Sequence[list[int]], seconds: float) -> None:
+        def note_made(self, plan: StepPlan, made: Sequence[list[int]], seconds: float) -> None:
             assert may_stay
             assert seconds > 0
             told.append([*made])

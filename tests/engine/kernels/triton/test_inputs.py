@@ -22,26 +22,26 @@ LENGTHS = st.one_of(st.integers(0, 3), st.sampled_from([1, 1, 127, 128, 129, 300
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[SequenceTable, StepTokens]:
     """A table in use, and the tokens of a step: padding of both kinds among the sequences, and rows of no sequence."""
-    num_slots, width = draw(st.integers(1, 6)), draw(st.sampled_from([90, 260]))
-    table = SequenceTable(num_slots, width, BLOCK_SIZE, CPU)
+    num_seats, width = draw(st.integers(1, 6)), draw(st.sampled_from([90, 260]))
+    table = SequenceTable(num_seats, width, BLOCK_SIZE, CPU)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
 
     def random(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
-    table.prompt_lens[:-1] = random(1, 9, num_slots)
-    table.last_tokens[:-1] = random(-1, 1000, num_slots)
-    table.block_tables[:-1] = random(1, 1000, num_slots, width)
-    order = draw(st.permutations([*range(num_slots), -1, -1]))[: draw(st.integers(1, num_slots + 2))]
+    table.prompt_lens[:-1] = random(1, 9, num_seats)
+    table.last_tokens[:-1] = random(-1, 1000, num_seats)
+    table.block_tables[:-1] = random(1, 1000, num_seats, width)
+    order = draw(st.permutations([*range(num_seats), -1, -1]))[: draw(st.integers(1, num_seats + 2))]
     queries = [draw(LENGTHS) for _ in order]
     token_ids = [random(0, 1000, query) for query in queries]
-    for slot, tokens in zip(order, token_ids, strict=True):
-        table.lengths[slot] = int(random(0, 4 * 90 - 300 + 1, 1)) if slot >= 0 else 0
+    for seat, tokens in zip(order, token_ids, strict=True):
+        table.lengths[seat] = int(random(0, 4 * 90 - 300 + 1, 1)) if seat >= 0 else 0
         if len(tokens) and draw(st.booleans()):
             tokens[-1] = FROM_TABLE
-    longest = max(int(table.lengths[slot]) + query for slot, query in zip(order, queries, strict=True))
+    longest = max(int(table.lengths[seat]) + query for seat, query in zip(order, queries, strict=True))
     step = StepTokens(
-        slots=torch.tensor(order, dtype=torch.int32),
+        seats=torch.tensor(order, dtype=torch.int32),
         query_starts=torch.tensor([0, *queries]).cumsum(0).int(),
         token_ids=torch.cat([*token_ids, random(-1, 1000, draw(st.sampled_from([0, 1, 200])))]),
         num_blocks=draw(st.integers(min(-(-longest // BLOCK_SIZE), width), width)),
@@ -69,9 +69,9 @@ def assert_agree(found: StepInputs, expected: StepInputs) -> None:
 def moved(table: SequenceTable, step: StepTokens, device: torch.device) -> tuple[SequenceTable, StepTokens]:
     copy = SequenceTable(table.num_rows - 1, table.max_blocks, table.block_size, device)
     copy.words.copy_(table.words)
-    tensors = (step.slots, step.query_starts, step.token_ids)
-    slots, starts, token_ids = (tensor.to(device, copy=True) for tensor in tensors)
-    return copy, StepTokens(slots, starts, token_ids, step.num_blocks, step.max_query_len)
+    tensors = (step.seats, step.query_starts, step.token_ids)
+    seats, starts, token_ids = (tensor.to(device, copy=True) for tensor in tensors)
+    return copy, StepTokens(seats, starts, token_ids, step.num_blocks, step.max_query_len)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -93,7 +93,7 @@ def test_a_replay_goes_on_where_the_step_before_it_ended(device: torch.device) -
     table.block_tables[:-1] = torch.arange(1, 9).view(2, 4)
     table.prompt_lens[:-1] = 3
     step = StepTokens(
-        slots=torch.tensor([1, -1, 0], dtype=torch.int32),
+        seats=torch.tensor([1, -1, 0], dtype=torch.int32),
         query_starts=torch.tensor([0, 3, 3, 5], dtype=torch.int32),
         token_ids=torch.tensor([7, 8, 9, 5, 6, 0, 0], dtype=torch.int32),
         num_blocks=4,
@@ -117,7 +117,7 @@ def test_a_replay_goes_on_where_the_step_before_it_ended(device: torch.device) -
 def test_a_step_of_padding_alone(device: torch.device, num_tokens: int) -> None:
     table = SequenceTable(2, 4, BLOCK_SIZE, device)
     step = StepTokens(
-        slots=torch.full((2,), -1, dtype=torch.int32, device=device),
+        seats=torch.full((2,), -1, dtype=torch.int32, device=device),
         query_starts=torch.zeros(3, dtype=torch.int32, device=device),
         token_ids=torch.full((num_tokens,), 5, dtype=torch.int32, device=device),
         num_blocks=4,

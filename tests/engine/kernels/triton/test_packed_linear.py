@@ -20,7 +20,7 @@ from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
     BlockLinear,
-    PackedLinears,
+    LinearChooser,
     RoundedLinear,
     ScaledLinear,
     TritonLinear,
@@ -215,7 +215,7 @@ def test_the_kind_of_a_weight_chooses_its_product(card: Card, device: torch.devi
     ) -> type:
         weight = kind.random(out_features, in_features, device).weight
         weight = replace(weight, rounds_inputs=rounds_inputs)
-        return type(PackedLinears(card, float8)(weight, None))
+        return type(LinearChooser(card, float8)(weight, None))
 
     assert chosen(Kind(code=Code.INT8)) is RoundedLinear
     assert chosen(Kind(code=Code.INT8), rounds_inputs=False) is TritonLinear

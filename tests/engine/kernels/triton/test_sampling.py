@@ -79,13 +79,13 @@ class SequenceGroup:
         self.device, self.sequences = device, sequences
         self.choose = TritonChoose(len(sequences) + 1, vocab, device, tile=tile)
         self.sampler = Sampler(len(sequences), vocab, (EOS,), device, self.choose)
-        for slot, sequence in enumerate(sequences):
-            self.sampler.assign(slot, sequence)
+        for seat, sequence in enumerate(sequences):
+            self.sampler.assign(seat, sequence)
 
-    def arguments(self, slots: list[int]) -> tuple[Tensor, Tensor]:
-        """The slots, and the output tokens of their sequences so far."""
-        numbers = [self.sequences[slot].num_output_tokens if slot >= 0 else 0 for slot in slots]
-        return self.int32(slots), self.int32(numbers)
+    def arguments(self, seats: list[int]) -> tuple[Tensor, Tensor]:
+        """The seats, and the output tokens of their sequences so far."""
+        numbers = [self.sequences[seat].num_output_tokens if seat >= 0 else 0 for seat in seats]
+        return self.int32(seats), self.int32(numbers)
 
     def int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -93,26 +93,26 @@ class SequenceGroup:
     def step(
         self,
         logits: Tensor,
-        slots: list[int],
+        seats: list[int],
         filters: Filters | None = None,
         masks: Tensor | None = None,
     ) -> list[int]:
         """The token of every row; the sequences have one more."""
         untouched = logits.clone()
-        filters = filters or self.sampler.filters(slots)
-        token_ids = checked_sample(self.sampler, logits, *self.arguments(slots), filters, masks)
+        filters = filters or self.sampler.filters(seats)
+        token_ids = checked_sample(self.sampler, logits, *self.arguments(seats), filters, masks)
         assert logits.equal(untouched) or logits.isnan().any()
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            if slot >= 0 and token_id >= 0:
-                self.sequences[slot].token_ids.append(token_id)
+        for seat, token_id in zip(seats, token_ids, strict=True):
+            if seat >= 0 and token_id >= 0:
+                self.sequences[seat].token_ids.append(token_id)
         return token_ids
 
 
-def reference_tokens(group: SequenceGroup, logits: Tensor, slots: list[int]) -> list[int]:
+def reference_tokens(group: SequenceGroup, logits: Tensor, seats: list[int]) -> list[int]:
     """Returns the tokens that the reference chooses now; it counts none."""
     counts = group.sampler.tables.counts.clone()
-    arguments = group.arguments(slots)
-    found = reference.choose(logits, group.sampler.tables, *arguments, group.sampler.filters(slots))
+    arguments = group.arguments(seats)
+    found = reference.choose(logits, group.sampler.tables, *arguments, group.sampler.filters(seats))
     group.sampler.tables.counts.copy_(counts)
     return found.tolist()
 
@@ -129,10 +129,10 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
     @settings(max_examples=examples(num_examples), deadline=None)
     def check(rows: list[Any], seed: int, share: float | None) -> None:
         group = SequenceGroup([make_sequence(*row) for row in rows], device, tile)
-        for step, slots in enumerate(([0, -1, 1], [1])):
-            masks = None if share is None else random_masks(len(slots), VOCAB, share, seed + step)
+        for step, seats in enumerate(([0, -1, 1], [1])):
+            masks = None if share is None else random_masks(len(seats), VOCAB, share, seed + step)
             given = None if masks is None else masks.to(device)
-            found = group.step(make_logits(len(slots), seed + step, device), slots, masks=given)
+            found = group.step(make_logits(len(seats), seed + step, device), seats, masks=given)
             assert masks is None or all_allowed(torch.tensor(found), masks)
 
     check()
@@ -143,14 +143,14 @@ def test_one_sequence_may_have_many_rows(device: torch.device) -> None:
     params: dict[str, Any] = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3, "min_tokens": 2}
     rows = [make_sequence(params, [], []), make_sequence({"temperature": 0.7, "seed": 4}, [], [])]
     sampler = Sampler(2, VOCAB, (EOS,), device, TritonChoose(6, VOCAB, device, tile=64))
-    for slot, sequence in enumerate(rows):
-        sampler.assign(slot, sequence)
-    slots, numbers = [0, 0, 0, 1, 1, -1], [1, 2, 3, 0, 1, 0]
-    slots_of_rows, before = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in (slots, numbers)
+    for seat, sequence in enumerate(rows):
+        sampler.assign(seat, sequence)
+    seats, numbers = [0, 0, 0, 1, 1, -1], [1, 2, 3, 0, 1, 0]
+    seats_of_rows, before = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (seats, numbers)
     )
     logits = make_logits(1, 5, device).expand(6, VOCAB).contiguous()
-    found = checked_sample(sampler, logits, slots_of_rows, before, sampler.filters(slots))
+    found = checked_sample(sampler, logits, seats_of_rows, before, sampler.filters(seats))
     assert min(found[:5]) >= 0 > found[5]
     assert len(set(found[:3])) > 1, "the noise is another one for each number"
 
@@ -226,9 +226,9 @@ def test_a_cut_is_neither_early_nor_late(device: torch.device, params: dict[str,
     logits = make_logits(2, 5, torch.device("cpu"), vocab)[1:] * spread
     probe = Sampler(1, vocab, (EOS,), torch.device("cpu"), reference.choose)
     probe.assign(0, make_sequence(params | {"temperature": 4.0}, [], []))
-    slot = torch.zeros(1, dtype=torch.int32)
+    seat = torch.zeros(1, dtype=torch.int32)
     kept = reference.kept(
-        logits.max() - logits, reference._Rows(probe.tables, slot, slot).filters, Filters()
+        logits.max() - logits, reference._Rows(probe.tables, seat, seat).filters, Filters()
     )[0]
     order = logits[0].argsort(descending=True)
     last, following = order[int(kept.sum()) - 1], order[int(kept.sum())]
@@ -332,7 +332,7 @@ def test_more_biases_than_one_block(device: torch.device) -> None:
     assert group.step(logits, [0]) == [int(logits.argmax())]
 
 
-def test_a_slot_is_used_again(device: torch.device) -> None:
+def test_a_seat_is_used_again(device: torch.device) -> None:
     first = make_sequence({"frequency_penalty": 5.0, "temperature": 0.0}, [], [])
     group = SequenceGroup([first], device, 64)
     logits = make_logits(1, 3, device)
@@ -465,12 +465,12 @@ def test_a_row_is_read_as_often_as_its_filters_need(
 ) -> None:
     """Once without filters, six times with top-k and top-p."""
     group = SequenceGroup([make_sequence(row, [], []) for row in rows], device, 16)
-    slots = list(range(len(rows)))
-    assert group.sampler.filters(slots) == Filters(filters.top_k, filters.top_p)
+    seats = list(range(len(rows)))
+    assert group.sampler.filters(seats) == Filters(filters.top_k, filters.top_p)
     logits = make_logits(len(rows), 21, device)
-    expected = reference_tokens(group, logits, slots)
+    expected = reference_tokens(group, logits, seats)
     reading = Reading(monkeypatch, passes)
-    assert group.sampler.sample(logits, *group.arguments(slots), filters).tolist() == expected
+    assert group.sampler.sample(logits, *group.arguments(seats), filters).tolist() == expected
     assert reading.num_launches == max(map(len, passes)) <= 6
 
 
@@ -496,9 +496,9 @@ def test_noise_is_exact_where_it_is_large(device: torch.device) -> None:
 def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
     choose = TritonChoose(1, VOCAB, device)
     sampler = Sampler(2, VOCAB, (), device, choose)
-    slots = torch.zeros(2, dtype=torch.int32, device=device)
+    seats = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="2 rows of logits; there is room for 1"):
-        sampler.sample(make_logits(2, 0, device), slots, slots, Filters())
+        sampler.sample(make_logits(2, 0, device), seats, seats, Filters())
 
 
 def test_no_rows(device: torch.device) -> None:

@@ -117,9 +117,9 @@ def test_a_step_out_of_the_table_is_what_the_host_would_have_made(name: str, dev
     table.lengths[:2] = torch.tensor([2, 13])
     table.last_tokens[0] = step.token_ids[0]
     table.block_tables[:2, : step.block_tables.shape[1]] = step.block_tables
-    slots, starts = int32([0, 1, -1], device), int32([0, 1, 4, 4], device)
+    seats, starts = int32([0, 1, -1], device), int32([0, 1, 4, 4], device)
     tokens = int32([FROM_TABLE, *step.token_ids[1:].tolist(), 0, 0], device)
-    inputs = kernels.gather(table, StepTokens(slots, starts, tokens, num_blocks=4, max_query_len=6))
+    inputs = kernels.gather(table, StepTokens(seats, starts, tokens, num_blocks=4, max_query_len=6))
     error = allowed(checkpoint.decoder, [before, step], torch.float32)[-1]
     assert largest(decoder(inputs.batch)[:2].cpu() - expected) <= error
 

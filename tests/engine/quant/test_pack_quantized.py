@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from penstock.engine.fields import Fields
 from penstock.engine.quant.checkpoints import storages_of
 from penstock.engine.quant.grid import Grid, round_to_nearest
-from penstock.engine.quant.packed import pack, quantization_config, stored_tensors
+from penstock.engine.quant.pack_quantized import pack, quantization_config, stored_tensors
 
 GRIDS = [
     Grid(bits, group_size, symmetric, dtype)
