@@ -38,7 +38,7 @@ from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER
 from penstock.gateway.http.entrance import Entrance, forget_body
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.http.refusals import OLLAMA_PATH, answer_fault, refusal
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.limits import Limits, parse_object
@@ -165,11 +165,13 @@ class Switch:
         """Returns the reply to a request for the switch itself; None if it is for a replica."""
         path: str = http.scope["path"]
         if path == "/health":
-            return Json({"status": "ok"})
+            return JsonResponse({"status": "ok"})
         if path == "/ready":
             state = "draining" if self.draining else "ready" if self.members.live else "no replica is ready"
             is_ready = state == "ready"
-            return Json({"status": state}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+            return JsonResponse(
+                {"status": state}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+            )
         if path == "/metrics":
             self.metrics.streams.set(len(self._relays))
             self.metrics.replicas.set(len(self.members.live))
@@ -194,7 +196,7 @@ class Switch:
         headers |= {"x-penstock-authority": target.address.authority, "x-accel-redirect": _NGINX_LOCATION}
         if route.once:
             headers["x-penstock-once"] = "1"
-        return Json({**answer, "headers": added}, headers={**headers, **added})
+        return JsonResponse({**answer, "headers": added}, headers={**headers, **added})
 
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
         self._check_open()

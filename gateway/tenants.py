@@ -49,7 +49,7 @@ class Tenants:
         self._count()
         return self._shown(self._counts.load(tenant))
 
-    def told(self, client: Client) -> dict[str, object]:
+    def event_data(self, client: Client) -> dict[str, object]:
         """Returns the event `tenants`: for an operator those who take most, for anybody else the client alone."""
         self._count()
         names, total = self._counts.names(), self._total

@@ -23,10 +23,10 @@ from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.background import meanwhile
 from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import Handler, Operation
-from penstock.gateway.endpoints.requests import Made, RequestMaker
+from penstock.gateway.endpoints.requests import RequestGroup, RequestMaker
 from penstock.gateway.errors import invalid, unsupported
 from penstock.gateway.http.connections import Connection
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.reply.generation import Live
 from penstock.gateway.reply.whole import whole, whole_json
 from penstock.gateway.service import Service
@@ -37,14 +37,14 @@ from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, Turn
 from penstock.gateway.wire.frames import json_pieces
 from penstock.gateway.wire.sampling import SEARCH_FIELDS, check_beams
-from penstock.gateway.wire.strict import Body
-from penstock.gateway.wire.writing import Counts, Head, WholeWriter, Writer
+from penstock.gateway.wire.strict import BodyT
+from penstock.gateway.wire.writing import Head, Reply, WholeWriter, Writer
 
 _PIECE_BYTES = 64 * 1024
 
-Keep = Callable[[dict[str, Any], int], Awaitable[None]]
-"""A Keep takes a whole reply's JSON and its size in bytes."""
-MakeWriter = Callable[[Head, Inbound, Made], WholeWriter[Counts]]
+ReplyHook = Callable[[dict[str, Any], int], Awaitable[None]]
+"""A ReplyHook takes a whole reply's JSON and its size in bytes."""
+MakeWriter = Callable[[Head, Inbound, RequestGroup], WholeWriter[Reply]]
 """Makes the writer of a reply; where the ask may stream, it is a `Writer`."""
 
 
@@ -63,7 +63,7 @@ class Recorder(ABC):
         return contextlib.nullcontext(NO_THREAD)
 
     @abstractmethod
-    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:
+    def details(self, inbound: Inbound, group: RequestGroup, thread: Thread, head: Head) -> dict[str, Any]:
         """Returns what a recording has to know of its request, as JSON."""
 
     @abstractmethod
@@ -79,12 +79,12 @@ class ModelEndpoints(Endpoints):
 
     def __init__(self, service: Service, intake: Intake) -> None:
         super().__init__(service, intake)
-        self._made = RequestMaker(service, intake).made
+        self._make_requests = RequestMaker(service, intake).make
 
     async def _answer(
         self,
         http: HttpRequest,
-        kind: type[Body],
+        kind: type[BodyT],
         write: MakeWriter,
         recorder: Recorder | None = None,
         *,
@@ -105,10 +105,10 @@ class ModelEndpoints(Endpoints):
         ask = inbound.ask
         self._check(ask)
         if not ask.input:
-            return Json(load(inbound))
+            return JsonResponse(load(inbound))
         key = idempotency_key(http) if recorder is not None and HEADER in http.headers else None
         outlives = recorder is not None and (
-            key is not None or ask.kept.background or _is_resumable(http, ask)
+            key is not None or ask.retention.background or _is_resumable(http, ask)
         )
         if recorder is None or not (recorder.always or outlives):
             prefix = prefix if recorder is None else recorder.prefix
@@ -126,17 +126,17 @@ class ModelEndpoints(Endpoints):
 
     async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Sender:
         self._check_room(inbound)
-        ask, made = inbound.ask, await self._made(inbound, reply_id)
-        stored = ask.kept.stored
+        ask, group = inbound.ask, await self._make_requests(inbound, reply_id)
+        stored = ask.retention.stored
         reply = Live(
-            made.requests,
-            await self._intake.reserve(inbound.client, made.requests),
-            write(self._head(ask, reply_id), inbound, made),
+            group.requests,
+            await self._intake.reserve(inbound.client, group.requests),
+            write(self._head(ask, reply_id), inbound, group),
             streamed=ask.streams,
-            thoughts=self._service.formats.thoughts(made.reading),
-            echoes=made.echoes,
-            in_full=ask.shown.extras.token_ids or ask.shown.usage_so_far,
-            keeps=ask.streams and (ask.kept.output or stored is not None),
+            thoughts=self._service.formats.thoughts(group.reading),
+            echoes=group.echoes,
+            in_full=ask.reply_options.extras.token_ids or ask.reply_options.usage_so_far,
+            keeps=ask.streams and (ask.retention.output or stored is not None),
         )
         keep_whole = (
             None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
@@ -147,18 +147,18 @@ class ModelEndpoints(Endpoints):
         self, inbound: Inbound, recorder: Recorder, reply_id: str, outlives: bool
     ) -> Recording:
         self._check_room(inbound)
-        kept, head = inbound.ask.kept, self._head(inbound.ask, reply_id)
+        retention, head = inbound.ask.retention, self._head(inbound.ask, reply_id)
         async with recorder.thread(inbound) as thread:
-            made = await self._made(inbound, reply_id, thread)
+            group = await self._make_requests(inbound, reply_id, thread)
             return await self._service.recordings.start(
-                made.requests[0],
+                group.requests[0],
                 kind=recorder.kind,
-                details=recorder.details(inbound, made, thread, head),
+                details=recorder.details(inbound, group, thread, head),
                 created=head.created,
                 detachable=outlives,
                 journalled=outlives,
-                max_detached_s=None if kept.background else self._service.options.timeouts.detached_s,
-                reservation=await self._intake.reserve(inbound.client, made.requests),
+                max_detached_s=None if retention.background else self._service.options.timeouts.detached_s,
+                reservation=await self._intake.reserve(inbound.client, group.requests),
             )
 
     def _check(self, ask: Ask) -> None:
@@ -189,13 +189,13 @@ def _is_resumable(http: HttpRequest, ask: Ask) -> bool:
     header = http.headers.get(RESUMABLE_HEADER, "false")
     if header not in ("true", "false"):
         raise invalid(f"'{RESUMABLE_HEADER}' must be 'true' or 'false'.", RESUMABLE_HEADER)
-    return header == "true" or ask.kept.resumable
+    return header == "true" or ask.retention.resumable
 
 
 def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
     """Raises 400 if something is asked for that recordings do not have."""
     way = "a resumable stream" if key is None else f"the header '{HEADER}'"
-    body, shown = ask.sampling, ask.shown
+    body, options = ask.sampling, ask.reply_options
     assert body is not None
     unfit = {
         "use_beam_search": body.use_beam_search,
@@ -203,9 +203,9 @@ def check_recordable(ask: Ask, recorder: Recorder, key: str | None) -> None:
         "prompt_logprobs": body.prompt_logprobs is not None,
         "return_token_ids": body.return_token_ids,
         "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
-        "stream_options.continuous_usage_stats": shown.usage_so_far,
-        "functions": shown.extras.functions,
-        "echo": shown.echo,
+        "stream_options.continuous_usage_stats": options.usage_so_far,
+        "functions": options.extras.functions,
+        "echo": options.echo,
     }
     field = next((field for field, is_unfit in unfit.items() if is_unfit), None)
     if field is not None and recorder.always:
@@ -227,7 +227,7 @@ class Sender(Response, ABC):
         *,
         streamed: bool,
         at_once: bool = False,
-        keep: Keep | None = None,
+        keep: ReplyHook | None = None,
     ) -> None:
         """
         Args:
@@ -314,7 +314,7 @@ class Sender(Response, ABC):
         if self._reader.refusal is not None:
             raise self._reader.refusal
 
-    async def _kept(self, keep: Keep) -> bytes:
+    async def _kept(self, keep: ReplyHook) -> bytes:
         """Has the whole reply kept, and returns its JSON."""
         reader = self._reader
         body, completion = await whole_json(self._writer, reader.reply, reader.outputs())
@@ -328,7 +328,7 @@ class LiveSender(Sender):
     Its requests are cancelled the moment their client is gone, whatever state they are in.
     """
 
-    def __init__(self, service: Service, reply: Live, keep: Keep | None = None) -> None:
+    def __init__(self, service: Service, reply: Live, keep: ReplyHook | None = None) -> None:
         """A stream of which the whole reply is kept `keeps` its output."""
         super().__init__(service, reply, reply.reservation, streamed=reply.is_streamed, keep=keep)
         self._live = reply

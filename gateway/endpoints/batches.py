@@ -29,7 +29,7 @@ from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, Handler, look
 from penstock.gateway.errors import ApiError, existing, invalid
 from penstock.gateway.http.correlation import CORRELATION, Correlation
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.http.refusals import answer_api_error, answer_fault
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
@@ -103,13 +103,13 @@ class _OneApi(Endpoints):
 
     async def show(self, http: HttpRequest) -> Response:
         _, batch = await self._found(http)
-        return Json(self.view(http, batch))
+        return JsonResponse(self.view(http, batch))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Stops a batch, or shows it if it has ended."""
         tenant, batch = await self._found(http)
         with answering():
-            return Json(self.view(http, await self._batches.cancel(tenant, batch.id) or batch))
+            return JsonResponse(self.view(http, await self._batches.cancel(tenant, batch.id) or batch))
 
     async def _found(self, http: HttpRequest) -> tuple[str, Batch]:
         """Returns the tenant and the batch that the path names, checking the client first so that ids stay secret."""
@@ -167,7 +167,7 @@ class BatchesApi(_OneApi):
         )
         shown = batch.as_json()
         await self.batches.create(tenant, batch)
-        return Json(shown)
+        return JsonResponse(shown)
 
     @looks_up("/v1/batches", ANY, query=PageQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
@@ -180,7 +180,7 @@ class BatchesApi(_OneApi):
             read = await BATCHES.some(self._store, tenant, [entry["id"] for entry in listed["data"]])
         # The ids of the page stay, for the next one to go on after.
         listed["data"] = [batch.as_json() for batch in read]
-        return Json(listed)
+        return JsonResponse(listed)
 
     @looks_up("/v1/batches/{batch_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
@@ -272,7 +272,7 @@ class MessageBatchesApi(_OneApi):
         except BaseException:
             await self._files.delete(tenant, file)
             raise
-        return Json(shown)
+        return JsonResponse(shown)
 
     @looks_up("/v1/messages/batches", ANY, query=CursorQuery, statuses=(503,))
     async def list_batches(self, http: HttpRequest) -> Response:
@@ -282,7 +282,7 @@ class MessageBatchesApi(_OneApi):
         with answering():
             ids, has_more = window(await self._ids(tenant), query)
             read = await BATCHES.some(self._store, tenant, ids)
-        return Json(cursor_page([self.view(http, batch) for batch in read], ids, has_more=has_more))
+        return JsonResponse(cursor_page([self.view(http, batch) for batch in read], ids, has_more=has_more))
 
     @serves("DELETE /v1/messages/batches/{message_batch_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
@@ -293,7 +293,7 @@ class MessageBatchesApi(_OneApi):
                 await self._files.delete(tenant, file)
         with answering():
             await self._store.delete(Key(BATCHES.kind, tenant, batch.id))
-        return Json({"id": batch.id, "type": "message_batch_deleted"})
+        return JsonResponse({"id": batch.id, "type": "message_batch_deleted"})
 
     @looks_up(
         "/v1/messages/batches/{message_batch_id}/results",

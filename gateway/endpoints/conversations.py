@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, looks_up, serves
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.sessions import conversations
 from penstock.gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
 from penstock.gateway.sessions.owners import owned_id
@@ -61,7 +61,7 @@ class ConversationsApi(Endpoints):
         )
         conversation.add(self._items(body.items or []), "items")
         await CONVERSATIONS.put(self._service.store, tenant, conversation.id, conversation)
-        return Json(conversation.as_json())
+        return JsonResponse(conversation.as_json())
 
     @looks_up("/v1/conversations", ANY, query=PageQuery, statuses=(503,))
     async def list_conversations(self, http: HttpRequest) -> Response:
@@ -78,12 +78,12 @@ class ConversationsApi(Endpoints):
             read = await CONVERSATIONS.some(store, tenant, [entry["id"] for entry in listed["data"]])
         # The ids of the page stay, for the next one to go on after.
         listed["data"] = [{**one.as_json(), "title": one.title} for one in read]
-        return Json(listed)
+        return JsonResponse(listed)
 
     @looks_up("/v1/conversations/{conversation_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
         """Show a conversation."""
-        return Json((await self._find(http)).as_json())
+        return JsonResponse((await self._find(http)).as_json())
 
     @serves("POST /v1/conversations/{conversation_id}", BY_ID, UpdateBody)
     async def update(self, http: HttpRequest) -> Response:
@@ -95,7 +95,7 @@ class ConversationsApi(Endpoints):
         def edit(conversation: Conversation) -> None:
             conversation.metadata = body.metadata or {}
 
-        return Json((await self._change(key, edit)).as_json())
+        return JsonResponse((await self._change(key, edit)).as_json())
 
     @serves("DELETE /v1/conversations/{conversation_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
@@ -104,15 +104,15 @@ class ConversationsApi(Endpoints):
         with conversations.answering():
             async with CONVERSATIONS.exclusive(key.tenant, key.id):
                 there = await CONVERSATIONS.get(self._service.store, key.tenant, key.id, keep=False)
-                conversations.found(there, key.id)
+                conversations.existing_conversation(there, key.id)
                 await self._service.store.delete(key)
-        return Json({"id": key.id, "object": "conversation.deleted", "deleted": True})
+        return JsonResponse({"id": key.id, "object": "conversation.deleted", "deleted": True})
 
     @looks_up("/v1/conversations/{conversation_id}/items", BY_ID, query=PageQuery)
     async def list_items(self, http: HttpRequest) -> Response:
         """List the messages of a conversation."""
         conversation = await self._find(http)
-        return Json(page(conversation.items, validated(PageQuery, http.query_params)))
+        return JsonResponse(page(conversation.items, validated(PageQuery, http.query_params)))
 
     @serves("POST /v1/conversations/{conversation_id}/items", BY_ID | ONCE, AddBody)
     async def add_items(self, http: HttpRequest) -> Response:
@@ -120,13 +120,13 @@ class ConversationsApi(Endpoints):
         key = self._key(http)
         items = self._items((await self._intake.read(http, AddBody)).items)
         await self._change(key, lambda conversation: conversation.add(items, "items"))
-        return Json(page(items, PageQuery(order="asc")))
+        return JsonResponse(page(items, PageQuery(order="asc")))
 
     @looks_up("/v1/conversations/{conversation_id}/items/{item_id}", BY_ID)
     async def show_item(self, http: HttpRequest) -> Response:
         """Show a message."""
         item_id = check_id("item_id", http.path_params["item_id"], *ITEM_PREFIXES)
-        return Json((await self._find(http)).item(item_id))
+        return JsonResponse((await self._find(http)).item(item_id))
 
     @serves("DELETE /v1/conversations/{conversation_id}/items/{item_id}", BY_ID)
     async def delete_item(self, http: HttpRequest) -> Response:
@@ -137,7 +137,7 @@ class ConversationsApi(Endpoints):
         def edit(conversation: Conversation) -> None:
             conversation.items.remove(conversation.item(item_id))
 
-        return Json((await self._change(key, edit)).as_json())
+        return JsonResponse((await self._change(key, edit)).as_json())
 
     def _items(self, items: list[InputItem]) -> list[Item]:
         check_items(items, "items")
@@ -156,4 +156,4 @@ class ConversationsApi(Endpoints):
     async def _change(self, key: Key, edit: Callable[[Conversation], None]) -> Conversation:
         with conversations.answering():
             changed = await CONVERSATIONS.change(self._service.store, key.tenant, key.id, edit)
-        return conversations.found(changed, key.id)
+        return conversations.existing_conversation(changed, key.id)

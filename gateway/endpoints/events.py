@@ -93,7 +93,7 @@ class EventsApi(Endpoints):
                 if request_id and (standing := service.dispatch.waiting(client.tenant.name, request_id)):
                     yield _event("request", orjson.dumps({"request_id": request_id, **standing}))
                 if "tenants" in details:
-                    yield _event("tenants", orjson.dumps(service.tenants.told(client)))
+                    yield _event("tenants", orjson.dumps(service.tenants.event_data(client)))
                 if watch is not None:
                     yield _event("steps", orjson.dumps(watch()))
                 if "kv" in details and (drawn := self._map_now()) not in (b"", sent_map):

@@ -18,7 +18,7 @@ from penstock.gateway.endpoints.operation import ANY, BY_ID, ONCE, looks_up, ser
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.http.connections import BODY_WITHIN
 from penstock.gateway.http.hosts import FORWARDED_HOST
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.batches.files import Files, Upload
@@ -68,7 +68,7 @@ class FilesApi(Endpoints):
         async with self._files.uploading(tenant, about) as upload:
             filename, form = await _read_form(http, upload, self._service.options.limits)
             file = await upload.finish(filename, form.purpose)
-        return Json(file.as_json())
+        return JsonResponse(file.as_json())
 
     def _check_origin(self, http: HttpRequest) -> None:
         """Any page may send a form to this machine without being asked; only those that may call it are heard.
@@ -91,13 +91,13 @@ class FilesApi(Endpoints):
         files = [
             file.as_json() for file in await self._files.all(tenant) if query.purpose in (None, file.purpose)
         ]
-        return Json(page(files, query))
+        return JsonResponse(page(files, query))
 
     @looks_up("/v1/files/{file_id}", BY_ID)
     async def show(self, http: HttpRequest) -> Response:
         """Show a file."""
         tenant = self._intake.tenant(http)
-        return Json((await self._files.find(tenant, http.path_params["file_id"])).as_json())
+        return JsonResponse((await self._files.find(tenant, http.path_params["file_id"])).as_json())
 
     @serves("DELETE /v1/files/{file_id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
@@ -105,7 +105,7 @@ class FilesApi(Endpoints):
         tenant = self._intake.tenant(http)
         file = await self._files.find(tenant, http.path_params["file_id"])
         await self._files.delete(tenant, file)
-        return Json({"id": file.id, "object": "file", "deleted": True})
+        return JsonResponse({"id": file.id, "object": "file", "deleted": True})
 
     @looks_up("/v1/files/{file_id}/content", BY_ID, answers=("application/octet-stream",), statuses=(410,))
     async def content(self, http: HttpRequest) -> Response:

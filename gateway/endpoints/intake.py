@@ -29,10 +29,10 @@ from penstock.gateway.store.interface import StoreUnavailable
 from penstock.gateway.store.time_budget import RETRY_S
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.lanes import Slo, slo_of, urgency_of
-from penstock.gateway.wire.strict import Body, read
+from penstock.gateway.wire.strict import BodyT, read
 from penstock.priority.lanes import Lane, Tenant, Urgency
 
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 _PROMPT_BYTES = 64 * 1024 * 1024
 _COUNTED_BYTES = 16 * 1024 * 1024
@@ -101,7 +101,7 @@ class Intake:
         """Returns the name of the client's tenant, and raises like `client`."""
         return self.client(http).tenant.name
 
-    async def begin(self, http: HttpRequest, kind: type[Body]) -> Inbound:
+    async def begin(self, http: HttpRequest, kind: type[BodyT]) -> Inbound:
         """Reads and translates a request for the model.
 
         Raises:
@@ -114,7 +114,7 @@ class Intake:
     async def counted_prompts(
         self,
         http: HttpRequest,
-        kind: type[Body],
+        kind: type[BodyT],
         find_thread: Callable[[str, Ask], Awaitable[Thread]] | None = None,
     ) -> tuple[Inbound, list[list[int]], Mapping[str, str]]:
         """Reads a request whose prompts are wanted, and not their answers.
@@ -132,7 +132,7 @@ class Intake:
             return inbound, await counting.prompts(inbound.ask, thread), headers
 
     async def _arrival(
-        self, http: HttpRequest, kind: type[Body], client: Client, slo: Slo | None = None
+        self, http: HttpRequest, kind: type[BodyT], client: Client, slo: Slo | None = None
     ) -> Inbound:
         """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
         at_s = self._service.clock()
@@ -147,15 +147,15 @@ class Intake:
             urgency = urgency_of(tier, client.tenant, streams=ask.streams, slo=slo, policies=policies)
         return Inbound(at_s=at_s, client=client, body=body, ask=ask, num_bytes=num_bytes, urgency=urgency)
 
-    async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+    async def read(self, http: HttpRequest, kind: type[BodyT]) -> BodyT:
         """Returns a checked body that asks nothing of the model."""
         limits = self._service.options.limits
         _, body = await self._parsed(http, lambda values: read(kind, values, limits, self.ignore))
         return body
 
     async def _parsed(
-        self, http: HttpRequest, work: Callable[[dict[str, object]], Result]
-    ) -> tuple[int, Result]:
+        self, http: HttpRequest, work: Callable[[dict[str, object]], ResultT]
+    ) -> tuple[int, ResultT]:
         """Returns the size of a JSON body, and the result of work on it."""
         # Any page may send a browser's form or text to this machine without being asked; JSON it may not. Clients of
         # Ollama often say nothing of what they send, or curl's default.

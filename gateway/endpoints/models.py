@@ -16,7 +16,7 @@ from penstock.gateway.endpoints.cursors import CursorQuery, cursor_page, window
 from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.operation import ANY, LINED, serves
 from penstock.gateway.errors import invalid
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.http.refusals import speaks_anthropic
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.conversation import thinking_switches
@@ -55,9 +55,9 @@ class ModelsApi(Endpoints):
         tenant = self._intake.client(http).tenant
         names = self._service.options.models
         if not speaks_anthropic(http):
-            return Json({"object": "list", "data": [self._model(name, tenant) for name in names]})
+            return JsonResponse({"object": "list", "data": [self._model(name, tenant) for name in names]})
         ids, has_more = window(names, validated(CursorQuery, http.query_params))
-        return Json(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
+        return JsonResponse(cursor_page([self._model_info(name) for name in ids], ids, has_more=has_more))
 
     @serves("GET /v1/models/{name:path}", ANY, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
@@ -65,7 +65,7 @@ class ModelsApi(Endpoints):
         tenant = self._intake.client(http).tenant
         name = http.path_params["name"]
         self._intake.check_model(name)
-        return Json(self._model_info(name) if speaks_anthropic(http) else self._model(name, tenant))
+        return JsonResponse(self._model_info(name) if speaks_anthropic(http) else self._model(name, tenant))
 
     def _model(self, name: str, tenant: Tenant) -> dict[str, Any]:
         """The model as OpenAI's API shows it, with the lanes that the client's key may name."""
@@ -110,7 +110,9 @@ class OllamaModelsApi(Endpoints):
         """List the names of the model, for Ollama's clients."""
         self._intake.client(http)
         modified = timestamp(self._service.options.created)
-        return Json({"models": [{**self._model(name), "modified_at": modified} for name in self._names]})
+        return JsonResponse(
+            {"models": [{**self._model(name), "modified_at": modified} for name in self._names]}
+        )
 
     @serves("GET /api/ps", ANY)
     async def list_loaded(self, http: HttpRequest) -> Response:
@@ -122,7 +124,7 @@ class OllamaModelsApi(Endpoints):
             "size_vram": self._service.options.num_bytes,
             "context_length": context_length,
         }
-        return Json({"models": [{**self._model(name), **loaded} for name in self._names]})
+        return JsonResponse({"models": [{**self._model(name), **loaded} for name in self._names]})
 
     @serves("POST /api/show", ANY, OllamaShowBody, statuses=(404,))
     async def show(self, http: HttpRequest) -> Response:
@@ -131,7 +133,7 @@ class OllamaModelsApi(Endpoints):
         name = shown_name(await self._intake.read(http, OllamaShowBody))
         self._intake.check_model(name)
         template = self._service.tokenizer.chat_template
-        return Json(
+        return JsonResponse(
             {
                 "modelfile": f"FROM {name}",
                 "parameters": "",
@@ -168,7 +170,7 @@ class OllamaModelsApi(Endpoints):
         if isinstance(body, OllamaCreateBody) and body.from_ is not None:
             self._intake.check_model(plain_name(body.from_))
         if body.stream is False:
-            return Json({"status": "success"})
+            return JsonResponse({"status": "success"})
         return Response('{"status": "success"}\n', media_type=LineWriter.media_type)
 
     @serves("POST /api/copy", ANY, OllamaCopyBody, statuses=(404,))
@@ -182,7 +184,7 @@ class OllamaModelsApi(Endpoints):
                 "'destination' is not supported: which names there are the operator of this server chooses."
             )
             raise invalid(message, "destination", "unsupported_value")
-        return Json({})
+        return JsonResponse({})
 
     def _capabilities(self) -> list[str]:
         formats = self._service.formats
@@ -192,7 +194,7 @@ class OllamaModelsApi(Endpoints):
     @serves("GET /api/version", ANY, is_open=True)
     async def version(self, _: HttpRequest) -> Response:
         """Say the version of Ollama whose API this is."""
-        return Json({"version": VERSION})
+        return JsonResponse({"version": VERSION})
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -227,7 +229,7 @@ class LlamaServerApi(Endpoints):
             "n_predict": -1,
             "seed": -1,
         }
-        return Json(
+        return JsonResponse(
             {
                 "default_generation_settings": {
                     "n_ctx": self._service.dispatch.context_length,
@@ -262,7 +264,7 @@ class LlamaServerApi(Endpoints):
         ]
         num_free = max(0, self._service.engine_stats().max_num_seqs - len(shown))
         seats: list[Generation | None] = [*shown, *[None] * num_free]
-        return Json([self._slot(i, generation) for i, generation in enumerate(seats)])
+        return JsonResponse([self._slot(i, generation) for i, generation in enumerate(seats)])
 
     def _slot(self, number: int, generation: Generation | None) -> dict[str, object]:
         slot: dict[str, object] = {

@@ -28,7 +28,7 @@ from penstock.gateway.sessions.recordings.kinds import CHAT, IDS, LINES, MESSAGE
 from penstock.gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from penstock.gateway.wire.strict import rules_of
 
-JsonSchema = dict[str, Any]
+OpenApiObject = dict[str, Any]
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -51,7 +51,7 @@ class OpenApi:
     def _render(self) -> bytes:
         return json.dumps(self.document()).encode()
 
-    def document(self) -> JsonSchema:
+    def document(self) -> OpenApiObject:
         """Returns the description; raises LookupError if a route is not in OPERATIONS."""
         entries = [
             (route.path_format, method, OPERATIONS[route.path_format][method])
@@ -59,11 +59,11 @@ class OpenApi:
             for method in sorted((route.methods or set()) - {"HEAD"})
         ]
         schemas = _Schemas((operation for _, _, operation in entries), self._limits)
-        paths: dict[str, JsonSchema] = {}
+        paths: dict[str, OpenApiObject] = {}
         for path, method, operation in entries:
             paths.setdefault(path, {})[method.lower()] = _describe(path, method, operation, schemas)
-        components: JsonSchema = {"schemas": schemas.components | _ERRORS}
-        document: JsonSchema = {
+        components: OpenApiObject = {"schemas": schemas.components | _ERRORS}
+        document: OpenApiObject = {
             "openapi": "3.2.0",
             "info": {"title": "Penstock", "version": "1"},
             "paths": paths,
@@ -84,17 +84,17 @@ class _Schemas:
             [(name, "validation", TypeAdapter(kind)) for name, kind in types.items()],
             ref_template=f"{_SCHEMAS}{{model}}",
         )
-        self.components: dict[str, JsonSchema] = definitions.get("$defs", {})
+        self.components: dict[str, OpenApiObject] = definitions.get("$defs", {})
         for kind in types.values():
             self._name(kind)
             for steps, most in rules_of(kind).bounds():
                 number = getattr(limits, most) if isinstance(most, str) else most
                 self._bound(self.of(kind), steps, number)
 
-    def of(self, kind: Any) -> JsonSchema:
+    def of(self, kind: Any) -> OpenApiObject:
         return self._schemas[repr(kind), "validation"]
 
-    def members(self, kind: Any) -> JsonSchema:
+    def members(self, kind: Any) -> OpenApiObject:
         """The schema of an object, not a reference to it."""
         return next(self._forms(self.of(kind)))
 
@@ -106,7 +106,7 @@ class _Schemas:
             if field in properties:
                 properties.setdefault(name, properties[field])
 
-    def _bound(self, schema: JsonSchema, steps: Sequence[str], most: int) -> None:
+    def _bound(self, schema: OpenApiObject, steps: Sequence[str], most: int) -> None:
         """Writes the largest size or number into the schema of a place."""
         for form in self._forms(schema):
             if not steps:
@@ -115,7 +115,7 @@ class _Schemas:
             elif below := form.get("items") if steps[0] == "[]" else form.get("properties", {}).get(steps[0]):
                 self._bound(below, steps[1:], most)
 
-    def _forms(self, schema: JsonSchema) -> Iterator[JsonSchema]:
+    def _forms(self, schema: OpenApiObject) -> Iterator[OpenApiObject]:
         """The schemas of what a value may be, without references."""
         if "$ref" in schema:
             schema = self.components[schema["$ref"].removeprefix(_SCHEMAS)]
@@ -124,8 +124,8 @@ class _Schemas:
         yield schema
 
 
-def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -> JsonSchema:
-    description: JsonSchema = {
+def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -> OpenApiObject:
+    description: OpenApiObject = {
         "operationId": f"{method.lower()} {path}",
         "summary": operation.summary,
         "parameters": [*_identifiers(path), *_parameters("query", operation.query, schemas)],
@@ -152,7 +152,7 @@ _IDS = {
 """The patterns of ids, by the beginning of their paths."""
 
 
-def _identifiers(path: str) -> Iterator[JsonSchema]:
+def _identifiers(path: str) -> Iterator[OpenApiObject]:
     patterns = {
         "id": next((p for start, p in _IDS.items() if path.startswith(start)), id_pattern("resp")),
         "conversation_id": id_pattern("conv"),
@@ -162,20 +162,23 @@ def _identifiers(path: str) -> Iterator[JsonSchema]:
         "item_id": id_pattern(*ITEM_PREFIXES),
     }
     for name in re.findall(r"{(\w+)}", path):
-        schema: JsonSchema = {"type": "string", **({"pattern": patterns[name]} if name in patterns else {})}
+        schema: OpenApiObject = {
+            "type": "string",
+            **({"pattern": patterns[name]} if name in patterns else {}),
+        }
         yield {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[JsonSchema]:
+def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[OpenApiObject]:
     schema = {} if kind is None else schemas.members(kind)
     for name, of_one in schema.get("properties", {}).items():
         required = name in schema.get("required", ())
         yield {"name": name, "in": place, "required": required, "schema": of_one}
 
 
-def _responses(path: str, operation: Operation) -> JsonSchema:
+def _responses(path: str, operation: Operation) -> OpenApiObject:
     types = operation.json_types
-    in_json: JsonSchema = {"schema": {"type": types[0] if len(types) == 1 else list(types)}}
+    in_json: OpenApiObject = {"schema": {"type": types[0] if len(types) == 1 else list(types)}}
     whole = {media_type: in_json if media_type == JSON else {} for media_type in operation.answers}
     responses = {200: {"description": "OK", "content": whole}}
     for status in operation.refusals:
@@ -189,7 +192,7 @@ def _responses(path: str, operation: Operation) -> JsonSchema:
     return {str(status): responses[status] for status in sorted(responses)}
 
 
-def _error(path: str) -> JsonSchema:
+def _error(path: str) -> OpenApiObject:
     """The error object of the API that a path belongs to."""
     names = {ANTHROPIC_PATH: "AnthropicError", OLLAMA_PATH: "OllamaError"}
     name = next((name for start, name in names.items() if path.startswith(start)), "Error")
@@ -200,12 +203,12 @@ def _phrase(status: int) -> str:
     return "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
 
 
-def _object(**properties: JsonSchema) -> JsonSchema:
+def _object(**properties: OpenApiObject) -> OpenApiObject:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-_TEXT: JsonSchema = {"type": "string"}
-_TEXT_OR_NULL: JsonSchema = {"type": ["string", "null"]}
+_TEXT: OpenApiObject = {"type": "string"}
+_TEXT_OR_NULL: OpenApiObject = {"type": ["string", "null"]}
 _ERRORS = {
     "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
     "AnthropicError": _object(

@@ -17,7 +17,7 @@ from penstock.gateway.access.quotas import utc
 from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.operation import ANY, OWN, serves
 from penstock.gateway.errors import ApiError, not_found
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.service import Service
 from penstock.gateway.store.interface import Allotment, Grant, Window
@@ -33,7 +33,7 @@ class ServerInfoApi(Endpoints):
             message = "Only a key of the operator's may see the server's settings."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="operator_only")
         service, stats = self._service, self._service.engine_stats()
-        return Json(
+        return JsonResponse(
             {
                 "version": version("penstock"),
                 "models": service.options.models,
@@ -59,7 +59,7 @@ class ProbesApi(Endpoints):
             return await self.ready(http)
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Json({"status": health}, status)
+        return JsonResponse({"status": health}, status)
 
     @serves("GET /ping", OWN, is_open=True, is_probe=True)
     async def ping(self, http: HttpRequest) -> Response:
@@ -71,7 +71,7 @@ class ProbesApi(Endpoints):
         """Red means: send requests elsewhere."""
         readiness = self._service.readiness
         status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Json({"status": readiness}, status)
+        return JsonResponse({"status": readiness}, status)
 
     @serves("GET /load", ANY, is_open=True)
     async def load(self, _: HttpRequest) -> Response:
@@ -79,12 +79,12 @@ class ProbesApi(Endpoints):
 
         vLLM's routers ask for it.
         """
-        return Json({"server_load": len(self._service.dispatch)})
+        return JsonResponse({"server_load": len(self._service.dispatch)})
 
     @serves("GET /version", ANY, is_open=True)
     async def version(self, _: HttpRequest) -> Response:
         """Say the version of Penstock."""
-        return Json({"version": version("penstock")})
+        return JsonResponse({"version": version("penstock")})
 
 
 class MetricsApi(Endpoints):
@@ -114,7 +114,7 @@ class UsageApi(Endpoints):
         """
         clients = self._chosen(self._intake.client(http), http.query_params.get("tenant"))
         standings = await self._service.quotas.standings(clients)
-        return Json(
+        return JsonResponse(
             {
                 "object": "list",
                 "data": [

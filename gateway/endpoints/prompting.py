@@ -31,7 +31,7 @@ from penstock.gateway.wire.prompts import Prompts, check_token_ids
 from penstock.gateway.wire.questions import LEAD, Questions
 from penstock.gateway.wire.sampling import MaxTokens, context_exceeded
 from penstock.gateway.wire.schemas import Message
-from penstock.gateway.wire.strict import Body, StrictBody, read
+from penstock.gateway.wire.strict import BodyT, StrictBody, read
 from penstock.gateway.wire.tools.use import NO_TOOLS, ToolUse
 
 MESSAGE_CHARS = 100
@@ -67,11 +67,11 @@ _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
 
 
 def read_ask(
-    kind: type[Body],
+    kind: type[BodyT],
     values: Mapping[str, object],
     limits: Limits,
     ignore: Callable[[str], None] = lambda _: None,
-) -> tuple[Body, Ask]:
+) -> tuple[BodyT, Ask]:
     """Returns a checked body, and its translation; raises 400 that names the first field that is wrong."""
     body = read(kind, values, limits, ignore)
     ask = _TRANSLATORS[kind](body, limits)

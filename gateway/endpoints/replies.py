@@ -20,9 +20,9 @@ from penstock.gateway.endpoints.answering import (
 )
 from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.operation import BY_ID, BY_PROMPT, LINED, STREAMED, answers, follows, serves
-from penstock.gateway.endpoints.requests import Made
+from penstock.gateway.endpoints.requests import RequestGroup
 from penstock.gateway.errors import invalid, not_found
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.reply.whole import whole_json
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import keep
@@ -34,8 +34,14 @@ from penstock.gateway.wire.anthropic.messages import MessageWriter
 from penstock.gateway.wire.completions import ChatWriter, CompletionWriter, TextWriter
 from penstock.gateway.wire.decided import DecisionsWriter, SystemOneWriter
 from penstock.gateway.wire.decisions import DecisionsBody, SystemOneBody
-from penstock.gateway.wire.embeddings import EmbeddingsBody, RerankBody, RerankWriter, ScoreBody, ScoreWriter
-from penstock.gateway.wire.embeddings import EmbeddingWriter as VectorWriter
+from penstock.gateway.wire.embeddings import (
+    EmbeddingsBody,
+    EmbeddingWriter,
+    RerankBody,
+    RerankWriter,
+    ScoreBody,
+    ScoreWriter,
+)
 from penstock.gateway.wire.labels import LabelSteps
 from penstock.gateway.wire.llama.bodies import InfillBody, LlamaBody
 from penstock.gateway.wire.llama.replies import LlamaWriter
@@ -53,7 +59,7 @@ from penstock.gateway.wire.ollama.lines import (
 )
 from penstock.gateway.wire.questions import Question, Questions
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody
-from penstock.gateway.wire.writing import Counts, Head, WholeWriter
+from penstock.gateway.wire.writing import Head, Reply, WholeWriter
 
 
 class ReplyRecorder(Recorder):
@@ -74,16 +80,16 @@ class ReplyRecorder(Recorder):
         self._deleted = deleted
         self.kind, self.prefix = kind, PREFIXES[kind]
 
-    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
-        ask, stored = inbound.ask, inbound.ask.kept.stored
+    def details(self, inbound: Inbound, group: RequestGroup, thread: Thread, head: Head) -> dict[str, Any]:  # noqa: ARG002
+        ask, stored = inbound.ask, inbound.ask.retention.stored
         return details_of(
             head,
-            made.reading,
+            group.reading,
             stream=ask.streams,
-            include_usage=ask.shown.usage,
+            include_usage=ask.reply_options.usage,
             max_tokens=ask.max_tokens.number,
             is_chat=_is_chat(inbound),
-            tells_context=ask.kept.output,
+            tells_context=ask.retention.output,
             **({} if stored is None else {"stored": stored}),
         )
 
@@ -105,7 +111,7 @@ class ReplyRecorder(Recorder):
         """Stops and forgets a reply."""
         recording = await self._recording(http)
         await self._service.recordings.discard(recording)
-        return Json({"id": recording.id, **self._deleted})
+        return JsonResponse({"id": recording.id, **self._deleted})
 
     def _follow(self, recording: Recording, position: int) -> Sender:
         return RecordedSender(self._service, Reader(recording, position), streamed=recording.is_streamed)
@@ -159,16 +165,16 @@ class RepliesApi(ModelEndpoints):
         return await self._texts.discard(http)
 
     def _completion_writer(
-        self, make: type[CompletionWriter], head: Head, inbound: Inbound, made: Made
+        self, make: type[CompletionWriter], head: Head, inbound: Inbound, group: RequestGroup
     ) -> CompletionWriter:
-        shown = inbound.ask.shown
+        options = inbound.ask.reply_options
         return make(
             self._service.tokenizer,
             head,
-            shown.extras,
-            reading=made.reading,
-            include_usage=shown.usage,
-            usage_so_far=shown.usage_so_far,
+            options.extras,
+            reading=group.reading,
+            include_usage=options.usage,
+            usage_so_far=options.usage_so_far,
         )
 
     async def _keep_recorded(self, recording: Recording) -> None:
@@ -233,15 +239,15 @@ class RepliesApi(ModelEndpoints):
         """Stop and forget a resumable answer."""
         return await self._lines.discard(http)
 
-    def _line_writer(self, head: Head, inbound: Inbound, made: Made) -> LineWriter:
+    def _line_writer(self, head: Head, inbound: Inbound, group: RequestGroup) -> LineWriter:
         ask = inbound.ask
         return LineWriter(
             head,
             is_chat=_is_chat(inbound),
-            tells_context=ask.kept.output,
-            reading=made.reading,
+            tells_context=ask.retention.output,
+            reading=group.reading,
             tokens=None if ask.num_logprobs is None else self._service.tokenizer,
-            num_top=ask.shown.extras.num_top,
+            num_top=ask.reply_options.extras.num_top,
         )
 
     # llama.cpp's completions
@@ -256,7 +262,7 @@ class RepliesApi(ModelEndpoints):
         """Fill in the text between two others, for llama.cpp's clients."""
         return await self._answer(http, InfillBody, self._llama_writer)
 
-    def _llama_writer(self, head: Head, inbound: Inbound, _: Made) -> LlamaWriter:
+    def _llama_writer(self, head: Head, inbound: Inbound, _: RequestGroup) -> LlamaWriter:
         return LlamaWriter(head, inbound.body, self._service.tokenizer, self._service.dispatch.context_length)
 
     # Embeddings and the scores made of them are hidden states; decisions are the log probabilities of possible answers
@@ -268,7 +274,7 @@ class RepliesApi(ModelEndpoints):
         return await self._answer(
             http,
             EmbeddingsBody,
-            lambda _, inbound, __: VectorWriter(inbound.body, is_normalised=is_normalised),
+            lambda _, inbound, __: EmbeddingWriter(inbound.body, is_normalised=is_normalised),
         )
 
     @serves("POST /rerank /v1/rerank /v2/rerank", BY_PROMPT, RerankBody)
@@ -315,8 +321,8 @@ def _deleted(name: str) -> dict[str, object]:
     return {"object": f"{name}.deleted", "deleted": True}
 
 
-def _message_writer(head: Head, inbound: Inbound, made: Made) -> MessageWriter:
-    return MessageWriter(head, inbound.body.max_tokens, made.reading)
+def _message_writer(head: Head, inbound: Inbound, group: RequestGroup) -> MessageWriter:
+    return MessageWriter(head, inbound.body.max_tokens, group.reading)
 
 
 def _loaded(inbound: Inbound) -> dict[str, object]:
@@ -328,10 +334,10 @@ def _is_chat(inbound: Inbound) -> bool:
 
 
 def _decisions_writer(
-    make: Callable[[str, Sequence[Question], Sequence[Sequence[LabelSteps]]], WholeWriter[Counts]],
+    make: Callable[[str, Sequence[Question], Sequence[Sequence[LabelSteps]]], WholeWriter[Reply]],
     head: Head,
     inbound: Inbound,
-    made: Made,
-) -> WholeWriter[Counts]:
+    group: RequestGroup,
+) -> WholeWriter[Reply]:
     assert isinstance(inbound.ask.input, Questions)
-    return make(head.model, inbound.ask.input.questions, made.steps)
+    return make(head.model, inbound.ask.input.questions, group.steps)

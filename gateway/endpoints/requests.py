@@ -67,7 +67,7 @@ FREE = Guidance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class RequestGroup:
     """The requests of an arrival, and what is known of their answers."""
 
     requests: list[Request]
@@ -85,7 +85,7 @@ class RequestMaker:
         self._service = service
         self._intake = intake
 
-    async def made(self, inbound: Inbound, reply_id: str, thread: Thread = NO_THREAD) -> Made:
+    async def make(self, inbound: Inbound, reply_id: str, thread: Thread = NO_THREAD) -> RequestGroup:
         """Makes the requests of an arrival.
 
         Args:
@@ -102,8 +102,8 @@ class RequestMaker:
         guidance = await self._guidance(inbound, prompting, prompts[0], answer)
         ids = [reply_id] if inbound.is_recorded else [f"{reply_id}-{i}" for i in range(len(prompts))]
         requests = await self._requests(inbound, dict(zip(ids, prompts, strict=True)), guidance)
-        echoes = await self._echoes(ask, prompts) if ask.shown.echo else ()
-        return Made(requests=requests, reading=guidance.reading, echoes=echoes)
+        echoes = await self._echoes(ask, prompts) if ask.reply_options.echo else ()
+        return RequestGroup(requests=requests, reading=guidance.reading, echoes=echoes)
 
     async def _echoes(self, ask: Ask, prompts: list[list[int]]) -> Sequence[str]:
         """Returns the text of each prompt: as it was sent, or spelt out."""
@@ -235,7 +235,9 @@ class RequestMaker:
         return sampling_params(
             body,
             NEUTRAL if body.use_beam_search else options.defaults,
-            max_tokens=self._bounded(ask, max_tokens, is_recorded=is_recorded or ask.kept.stored is not None),
+            max_tokens=self._bounded(
+                ask, max_tokens, is_recorded=is_recorded or ask.retention.stored is not None
+            ),
             num_logprobs=ask.num_logprobs,
             num_prompt_logprobs=ask.num_prompt_logprobs,
             bad_words=bad_words,
@@ -277,7 +279,7 @@ class RequestMaker:
 
     async def _scored(
         self, inbound: Inbound, questions: Questions, prompting: Prompting, reply_id: str
-    ) -> Made:
+    ) -> RequestGroup:
         """Makes one request whose one pass over the input scores the answers of all questions."""
         shared, rests = await prompting.branched(questions, inbound.ask.field)
         closing = self._service.formats.closing([*shared, *rests[0]])
@@ -286,7 +288,9 @@ class RequestMaker:
         branches, steps = await self._branches(questions.questions, rests, prompting)
         request = _common(inbound, reply_id, prompt, sampling=_NO_OUTPUT, n=len(branches), branches=branches)
         size = TOKEN_BYTES * request.num_prompt_tokens
-        return Made(requests=[await off_loop(size, self._checked, request, inbound.ask.field)], steps=steps)
+        return RequestGroup(
+            requests=[await off_loop(size, self._checked, request, inbound.ask.field)], steps=steps
+        )
 
     async def _branches(
         self, questions: Sequence[Question], rests: list[list[int]], prompting: Prompting

@@ -12,9 +12,9 @@ from penstock.gateway.access.idempotency import not_here
 from penstock.gateway.endpoints.answering import ModelEndpoints, RecordedSender, Recorder
 from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, RECORDED, STREAMED, answers, looks_up, serves
-from penstock.gateway.endpoints.requests import Made
+from penstock.gateway.endpoints.requests import RequestGroup
 from penstock.gateway.errors import ApiError, gone, invalid
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions import conversations
@@ -38,7 +38,7 @@ from penstock.gateway.sessions.responses.writer import output_items, plain, resp
 from penstock.gateway.store.interface import Key, StoreUnavailable
 from penstock.gateway.wire.ask import Ask
 from penstock.gateway.wire.strict import validated
-from penstock.gateway.wire.writing import Counts, Head, WholeWriter
+from penstock.gateway.wire.writing import Head, Reply, WholeWriter
 
 _APPEND_ATTEMPTS = 3
 
@@ -64,7 +64,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
     async def count(self, http: HttpRequest) -> Response:
         """Count the tokens of a turn."""
         _, [prompt], headers = await self._intake.counted_prompts(http, InputTokensBody, self._thread_of)
-        return Json({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt)}, headers=headers)
 
     @contextlib.asynccontextmanager
     async def thread(self, inbound: Inbound) -> AsyncIterator[Thread]:
@@ -84,15 +84,15 @@ class ResponsesApi(ModelEndpoints, Recorder):
             self._locks.release(tenant, turn.conversation)
             raise
 
-    def details(self, inbound: Inbound, made: Made, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
-        turn, [request] = inbound.ask.input, made.requests
+    def details(self, inbound: Inbound, group: RequestGroup, thread: Thread, head: Head) -> JsonObject:  # noqa: ARG002
+        turn, [request] = inbound.ask.input, group.requests
         assert isinstance(turn, ResponseTurn)
-        details = details_of(inbound.body, turn.items, thread.messages, made.reading)
+        details = details_of(inbound.body, turn.items, thread.messages, group.reading)
         return {**details, "shared_tokens": records.shared_tokens(thread, request.prompt_token_ids)}
 
     def reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
-            return Json(response(recording))
+            return JsonResponse(response(recording))
         at_once = bool(body.background)
         return RecordedSender(self._service, Reader(recording), streamed=bool(body.stream), at_once=at_once)
 
@@ -103,7 +103,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         record = None if body.stream else await self._record(tenant, reply_id)
         if record is None:
             raise not_here()
-        return Json(record.object)
+        return JsonResponse(record.object)
 
     async def _thread_of(self, tenant: str, ask: Ask) -> Thread:
         """Returns the thread that a turn continues."""
@@ -155,7 +155,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
         existing = await self._existing(tenant, response_id)
-        return Json(existing.object if isinstance(existing, StoredResponse) else response(existing))
+        return JsonResponse(existing.object if isinstance(existing, StoredResponse) else response(existing))
 
     @looks_up("/v1/responses/{id}/input_items", BY_ID, query=PageQuery)
     async def list_input(self, http: HttpRequest) -> Response:
@@ -163,7 +163,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
         tenant, response_id = self._named(http)
         query = validated(PageQuery, http.query_params)
         existing = await self._existing(tenant, response_id)
-        return Json(
+        return JsonResponse(
             page(existing.input if isinstance(existing, StoredResponse) else existing.details["input"], query)
         )
 
@@ -177,10 +177,10 @@ class ResponsesApi(ModelEndpoints, Recorder):
         existing = await self._visible(*named) or await self._existing(*named)
         if isinstance(existing, StoredResponse):
             _check_background(bool(existing.object.get("background")))
-            return Json(existing.object)
+            return JsonResponse(existing.object)
         _check_background(existing.details["background"])
         self._service.recordings.cancel(existing)
-        return Json(response(existing))
+        return JsonResponse(response(existing))
 
     @serves("DELETE /v1/responses/{id}", BY_ID)
     async def delete(self, http: HttpRequest) -> Response:
@@ -196,7 +196,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
             was_kept = await self._service.store.delete(Key(KIND, tenant, response_id))
         if recording is None and not was_kept:
             raise self._unknown(response_id)
-        return Json(deleted(response_id))
+        return JsonResponse(deleted(response_id))
 
     def _named(self, http: HttpRequest) -> tuple[str, str]:
         """Returns whose response it would be, and its id."""
@@ -263,7 +263,7 @@ class ResponsesApi(ModelEndpoints, Recorder):
                     raise
 
 
-def _no_writer(_: Head, __: Inbound, ___: Made) -> WholeWriter[Counts]:
+def _no_writer(_: Head, __: Inbound, ___: RequestGroup) -> WholeWriter[Reply]:
     raise AssertionError("every response is recorded")
 
 

@@ -14,7 +14,7 @@ from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.operation import ANY, BY_ID, follows, looks_up, serves
 from penstock.gateway.endpoints.replies import chat_recorder
 from penstock.gateway.errors import ApiError, answering_unavailable, existing
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
 from penstock.gateway.sessions.chats import CHATS, KIND, StoredChat, fits
@@ -68,7 +68,7 @@ class StoredChatsApi(Endpoints):
         shown = [chat.as_json() for chat in fitting[: query.limit]]
         ends = {"first_id": shown[0]["id"] if shown else "", "last_id": shown[-1]["id"] if shown else ""}
         listed = {"object": "list", "data": shown, **ends, "has_more": len(fitting) > len(shown)}
-        return await off_loop(sum(chat.num_bytes for chat in fitting), Json, listed)
+        return await off_loop(sum(chat.num_bytes for chat in fitting), JsonResponse, listed)
 
     async def _fitting(
         self, tenant: str, ids: Sequence[str], query: ChatsQuery, metadata: Mapping[str, str]
@@ -129,14 +129,14 @@ class StoredChatsApi(Endpoints):
             except ApiError as error:
                 if error.status != HTTPStatus.NOT_FOUND:
                     raise
-        return Json({"id": id, "object": "chat.completion.deleted", "deleted": True})
+        return JsonResponse({"id": id, "object": "chat.completion.deleted", "deleted": True})
 
     @looks_up("/v1/chat/completions/{id}/messages", BY_ID, query=PageQuery)
     async def list_messages(self, http: HttpRequest) -> Response:
         """List the messages that a stored answer is for."""
         tenant = self._intake.tenant(http)
         query = validated(PageQuery, {"order": "asc", **http.query_params})
-        return Json(page(_known(await self._found(tenant, http)).messages_as_json(), query))
+        return JsonResponse(page(_known(await self._found(tenant, http)).messages_as_json(), query))
 
     async def _found(self, tenant: str, http: HttpRequest) -> StoredChat | None:
         with _answering():
@@ -149,7 +149,7 @@ class StoredChatsApi(Endpoints):
 
 
 async def _shown(chat: StoredChat) -> Response:
-    return await off_loop(chat.num_bytes, Json, chat.as_json())
+    return await off_loop(chat.num_bytes, JsonResponse, chat.as_json())
 
 
 async def _alone(recorded: Awaitable[Response]) -> Response:

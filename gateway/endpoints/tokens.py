@@ -21,7 +21,7 @@ from penstock.gateway.endpoints.operation import ANY, looks_up, serves
 from penstock.gateway.endpoints.prompting import Prompting
 from penstock.gateway.endpoints.requests import RequestMaker, salt_of, salts_of
 from penstock.gateway.errors import invalid
-from penstock.gateway.http.json_response import Json
+from penstock.gateway.http.json_response import JsonResponse
 from penstock.gateway.limits import parse_messages
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.service import Service
@@ -31,7 +31,7 @@ from penstock.gateway.wire.anthropic.bodies import CountTokensBody
 from penstock.gateway.wire.llama.bodies import TemplateBody
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, LocateBody, TokenizeBody
-from penstock.gateway.wire.strict import Body, read
+from penstock.gateway.wire.strict import BodyT, read
 from penstock.gateway.wire.tools.use import tool_use
 
 _SAME = (
@@ -63,7 +63,7 @@ class TokensApi(Endpoints):
             body = await self._intake.read(http, TokenizeBody)
             self._intake.check_model(body.model or None)
             if body.content is not None:
-                return Json(await self._contents(body, body.content, counting), headers=headers)
+                return JsonResponse(await self._contents(body, body.content, counting), headers=headers)
             token_ids = await self._encode_either(body, counting)
             reply: dict[str, object] = {
                 "count": len(token_ids),
@@ -72,7 +72,7 @@ class TokensApi(Endpoints):
             }
             if body.return_token_strs:
                 reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
-            return Json(reply, headers=headers)
+            return JsonResponse(reply, headers=headers)
 
     async def _contents(self, body: TokenizeBody, content: str, counting: Prompting) -> dict[str, object]:
         """Returns the tokens of a text as llama.cpp has them."""
@@ -125,7 +125,7 @@ class TokensApi(Endpoints):
                 raise invalid(f"'tokens' may have at most {most} tokens, as many as the context.", "tokens")
             decode = partial(self._decode, body.tokens)
             text = await counting.run(4 * len(body.tokens), decode)
-            return Json({"prompt": text}, headers=headers)
+            return JsonResponse({"prompt": text}, headers=headers)
 
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._service.tokenizer
@@ -149,7 +149,7 @@ class TokensApi(Endpoints):
             }
             for prefix in self._service.prefixes.hottest(_MOST_PREFIXES, salts)
         ]
-        return Json({"object": "list", "data": data})
+        return JsonResponse({"object": "list", "data": data})
 
     @serves("GET /v1/prefixes/locate", ANY, query=LocateQuery, statuses=(429,))
     @serves("POST /v1/prefixes/locate", ANY, LocateBody, statuses=(429,))
@@ -164,7 +164,7 @@ class TokensApi(Endpoints):
                 counting.check_prompt_ids(token_ids, "tokens")
             else:
                 token_ids = await counting.encode_chat(body.messages)
-            return Json(
+            return JsonResponse(
                 await self._service.locator.locate(salt_of(client.tenant), token_ids), headers=headers
             )
 
@@ -185,7 +185,7 @@ class TokensApi(Endpoints):
     async def count(self, http: HttpRequest) -> Response:
         """Count the tokens of such a conversation."""
         _, [prompt], headers = await self._intake.counted_prompts(http, CountTokensBody)
-        return Json({"input_tokens": len(prompt)}, headers=headers)
+        return JsonResponse({"input_tokens": len(prompt)}, headers=headers)
 
     @serves("POST /apply-template", ANY, TemplateBody, statuses=(404, 429))
     async def apply(self, http: HttpRequest) -> Response:
@@ -196,7 +196,7 @@ class TokensApi(Endpoints):
         inbound, [prompt], headers = await self._intake.counted_prompts(http, TemplateBody)
         spell = partial(self._spelt, prompt)
         text = await self._intake.prompting(inbound.tenant).run(len(prompt), spell)
-        return Json({"prompt": text}, headers=headers)
+        return JsonResponse({"prompt": text}, headers=headers)
 
     def _spelt(self, prompt: list[int]) -> str:
         tokenizer = self._service.tokenizer
@@ -207,16 +207,16 @@ class TokensApi(Endpoints):
     async def render_chat(self, http: HttpRequest) -> Response:
         """Give a conversation's tokens and sampling parameters, for routers."""
         [rendered], headers = await self._rendered(http, ChatBody, PREFIXES[CHAT])
-        return Json(rendered, headers=headers)
+        return JsonResponse(rendered, headers=headers)
 
     @serves("POST /v1/completions/render", ANY, CompletionBody, statuses=(404, 429), json_types=("array",))
     async def render_texts(self, http: HttpRequest) -> Response:
         """Give each prompt's tokens and sampling parameters, for routers."""
         rendered, headers = await self._rendered(http, CompletionBody, PREFIXES[TEXT])
-        return Json(rendered, headers=headers)
+        return JsonResponse(rendered, headers=headers)
 
     async def _rendered(
-        self, http: HttpRequest, kind: type[Body], prefix: str
+        self, http: HttpRequest, kind: type[BodyT], prefix: str
     ) -> tuple[list[dict[str, Any]], Any]:
         inbound, prompts, headers = await self._intake.counted_prompts(http, kind)
         assert inbound.ask.sampling is not None

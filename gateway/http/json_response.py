@@ -6,7 +6,7 @@ import orjson
 from starlette.responses import JSONResponse
 
 
-class Json(JSONResponse):
+class JsonResponse(JSONResponse):
     """A JSON reply that is rendered by orjson, in a fraction of the standard library's time."""
 
     def render(self, content: object) -> bytes:

@@ -16,7 +16,7 @@ from penstock.gateway.errors import ApiError, internal
 from penstock.gateway.http.connections import Connection, Timeouts
 from penstock.gateway.http.correlation import CORRELATION, log_fault
 from penstock.gateway.wire.reasoning import Thoughts
-from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Outputs, WholeWriter, Writer
+from penstock.gateway.wire.writing import ANSWERED, Delta, Outputs, Reply, WholeWriter, Writer
 from penstock.priority.lanes import Lane
 from penstock.priority.verdict import Forecast
 
@@ -192,7 +192,7 @@ class Live(Generation):
         self,
         requests: list[Request],
         reservation: QuotaReservation,
-        writer: WholeWriter[Counts],
+        writer: WholeWriter[Reply],
         *,
         streamed: bool = False,
         thoughts: Thoughts | None = None,
@@ -217,7 +217,7 @@ class Live(Generation):
         """Whether everything has been taken."""
         self.is_behind = False
         """Whether there is more to take at once: never, for what is joined is taken together."""
-        self.writer = cast("Writer[Counts]", writer)  # it writes wholes alone where nothing is streamed
+        self.writer = cast("Writer[Reply]", writer)  # it writes wholes alone where nothing is streamed
         self._is_open = False
         """Whether the frames that open the stream were taken."""
         self._keeps = keeps

@@ -102,7 +102,7 @@ async def find(store: Store, tenant: str, conversation_id: str, param: str) -> C
     check_id(param, conversation_id, "conv")
     with answering():
         kept = await retrying(lambda: CONVERSATIONS.get(store, tenant, conversation_id))
-    return found(kept, conversation_id)
+    return existing_conversation(kept, conversation_id)
 
 
 async def append(
@@ -150,7 +150,7 @@ class ConversationLocks:
         self._taken.discard((tenant, conversation_id))
 
 
-def found(conversation: Conversation | None, conversation_id: str) -> Conversation:
+def existing_conversation(conversation: Conversation | None, conversation_id: str) -> Conversation:
     return existing(conversation, f"Conversation with id '{conversation_id}' not found.")
 
 

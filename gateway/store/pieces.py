@@ -54,7 +54,7 @@ def cut(items: Iterable[bytes]) -> tuple[Pieces, dict[str, bytes]]:
     return Pieces(tuple(levels), bytes(rest)), made
 
 
-async def keep(store: Store, tenant: str, pieces: dict[str, bytes], ttl_s: float) -> None:
+async def keep_pieces(store: Store, tenant: str, pieces: dict[str, bytes], ttl_s: float) -> None:
     """Keeps what `cut` returned; pieces that are there already live longer."""
     for id_, content in pieces.items():
         await store.share(Key(PIECE, tenant, id_), content, ttl_s)

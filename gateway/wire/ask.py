@@ -101,7 +101,7 @@ Input = ChatPrompt | Turn | Questions | Infill | tuple[Texts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Retention:
     """The parts of a reply that are kept, and for how long its generation goes on."""
 
     resumable: bool = False
@@ -115,7 +115,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ReplyOptions:
     """The parts of a reply that are shown beside its answers."""
 
     extras: Extras = NO_EXTRAS
@@ -126,7 +126,7 @@ class Shown:
     """Whether each choice begins with its prompt."""
 
 
-NOTHING_KEPT, NOTHING_SHOWN = Kept(), Shown()
+NO_RETENTION, PLAIN_REPLY = Retention(), ReplyOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ class Ask:
     dimensions: int | None = None
     """The number of dimensions of each embedding; None for all."""
 
-    kept: Kept = NOTHING_KEPT
-    shown: Shown = NOTHING_SHOWN
+    retention: Retention = NO_RETENTION
+    reply_options: ReplyOptions = PLAIN_REPLY
     ignored: tuple[str, ...] = ()
     """The fields that were taken and change nothing."""
 
@@ -206,8 +206,8 @@ def chat_ask(body: ChatBody, limits: Limits) -> Ask:
         reasoning=body if body.model_fields_set & REASONING_FIELDS else None,
         shows_reasoning=body.shows_reasoning,
         truncate=body.truncate_prompt_tokens,
-        kept=Kept(resumable=_is_resumable(body), stored=_stored(body)),
-        shown=_shown(body, num_logprobs, functions=body.functions is not None),
+        retention=Retention(resumable=_is_resumable(body), stored=_stored(body)),
+        reply_options=_reply_options(body, num_logprobs, functions=body.functions is not None),
         ignored=("metadata",) if body.metadata and not body.store else (),
     )
 
@@ -223,7 +223,7 @@ def text_ask(body: CompletionBody, limits: Limits) -> Ask:
     _check_prompts(body, len(texts) + len(token_ids), limits)
     if body.suffix is not None and token_ids:
         raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
-    shown = _shown(body, body.logprobs)
+    options = _reply_options(body, body.logprobs)
     prompts = Texts(
         field="prompt",
         texts=texts,
@@ -244,8 +244,8 @@ def text_ask(body: CompletionBody, limits: Limits) -> Ask:
         num_prompt_logprobs=max((num for num in in_prompt if num is not None), default=None),
         form=_form(body, limits) if body.model_fields_set & FORM_FIELDS else None,
         truncate=None if body.suffix else body.truncate_prompt_tokens,
-        kept=Kept(resumable=_is_resumable(body)),
-        shown=replace(shown, echo=bool(body.echo)),
+        retention=Retention(resumable=_is_resumable(body)),
+        reply_options=replace(options, echo=bool(body.echo)),
     )
 
 
@@ -295,10 +295,12 @@ def _stored(body: ChatBody) -> dict[str, Any] | None:
     return {"messages": messages, "metadata": body.metadata or {}}
 
 
-def _shown(body: ChatBody | CompletionBody, num_logprobs: int | None, *, functions: bool = False) -> Shown:
+def _reply_options(
+    body: ChatBody | CompletionBody, num_logprobs: int | None, *, functions: bool = False
+) -> ReplyOptions:
     num, of, options = body.n or 1, body.num_generated, body.stream_options
     with_logprobs, usage = num_logprobs is not None, options is not None and bool(options.include_usage)
-    return Shown(
+    return ReplyOptions(
         extras=Extras(
             num_top=num_logprobs or 0,
             best=Best(num, of, with_logprobs, bool(body.use_beam_search)) if of > num else None,

@@ -42,7 +42,7 @@ from penstock.gateway.wire.parsing import (
 )
 from penstock.gateway.wire.reading import PLAIN, Reading
 from penstock.gateway.wire.tokenizer import TOKEN_NUMBERS
-from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs
+from penstock.gateway.wire.writing import ANSWERED, Delta, Head, Outputs, Reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +144,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
         return of_choice, _member("prompt_token_ids", prompt) if prompt else ""
 
     @abstractmethod
-    def logprobs(
-        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
-    ) -> dict[str, object]:
+    def logprobs(self, reply: Reply, delta: Delta, choice: _ChunkedChoice | None = None) -> dict[str, object]:
         """Returns the log probabilities of the next tokens of a streamed choice, or of all tokens of a whole one.
 
         Lists that may be large are iterators.
@@ -158,7 +156,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
 
     # Streamed
 
-    def begin(self, reply: Counts) -> list[bytes]:
+    def begin(self, reply: Reply) -> list[bytes]:
         self._note_usage(reply)
         self._opening = _head_json(self._head, reply, self.chunk_name)
         self._num_open = sum(request.n for request in reply.requests)
@@ -173,7 +171,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
         parser = self._reading.parser(self._head.id, index)
         return _ChunkedChoice(parser=parser, around=around, index=index, start=start)
 
-    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
+    def more(self, reply: Reply, index: int, delta: Delta) -> list[bytes]:
         choice = self._choices[index]
         pieces = choice.parser.feed(delta.text)
         if delta.ended:
@@ -189,7 +187,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
             self._ended = choice, delta.finish_reason
         return frames
 
-    def _note_usage(self, reply: Counts) -> None:
+    def _note_usage(self, reply: Reply) -> None:
         if self._usage_so_far:
             self._usage = f',"usage":{json.dumps(usage_of(reply))}'
             self._tail = self._tail_of("null", "")
@@ -213,7 +211,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
             chunks[0] = f'{choice.start}{deltas[0]},"logprobs":{members}{self._tail_of("null", beside)}'
         return list(map(self._frame, chunks))
 
-    def _last(self, reply: Counts) -> list[bytes]:
+    def _last(self, reply: Reply) -> list[bytes]:
         """Returns the end of the choice that ended last, which has the timings, and the usage."""
         frames = []
         if self._ended is not None:
@@ -234,7 +232,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
 
     # Whole
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         best = self._extras.best
         answers = [
             (index, delta, answer_of(self._reading.parser(self._head.id, index), delta.text))
@@ -257,7 +255,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
         """Returns what stands beside the choices of the prompt, which the first choice has for all."""
         return {}
 
-    def _whole_choice(self, reply: Counts, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
+    def _whole_choice(self, reply: Reply, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
         choice = self.choice(index, delta, answer)
         choice["logprobs"] = self.logprobs(reply, delta) if delta.logprobs else None
         return choice | ({"token_ids": delta.token_ids} if self._extras.token_ids else {})
@@ -309,7 +307,7 @@ class ChatWriter(CompletionWriter):
 
     def logprobs(
         self,
-        reply: Counts,  # noqa: ARG002
+        reply: Reply,  # noqa: ARG002
         delta: Delta,
         choice: _ChunkedChoice | None = None,  # noqa: ARG002
     ) -> dict[str, object]:
@@ -336,9 +334,7 @@ class TextWriter(CompletionWriter):
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         return "".join(super().token_ids(delta)), ""
 
-    def logprobs(
-        self, reply: Counts, delta: Delta, choice: _ChunkedChoice | None = None
-    ) -> dict[str, object]:
+    def logprobs(self, reply: Reply, delta: Delta, choice: _ChunkedChoice | None = None) -> dict[str, object]:
         token_ids = [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
         offsets = None if choice is None else choice.offsets
         if offsets is None:
@@ -396,7 +392,7 @@ def _member(name: str, token_ids: Sequence[int]) -> str:
     return f',"{name}":{json.dumps(list(token_ids))}'
 
 
-def _head_json(head: Head, reply: Counts, object_name: str) -> str:
+def _head_json(head: Head, reply: Reply, object_name: str) -> str:
     fields = {
         "id": head.id,
         "object": object_name,

@@ -143,8 +143,8 @@ def _function_use(body: ChatBody, functions: Sequence[Function]) -> ToolUse:
 
 AnyMessage = Mapping[str, Any]
 """A message as one template knows it, which may have fields of its own for some things."""
-Shape = Callable[[Sequence[AnyMessage]], Iterable[AnyMessage]]
-Shows = Callable[[Sequence[AnyMessage]], bool]
+MessageTransform = Callable[[Sequence[AnyMessage]], Iterable[AnyMessage]]
+TemplateCheck = Callable[[Sequence[AnyMessage]], bool]
 """Tells whether a template accepts these messages and shows all their texts."""
 
 ANSWERED = "Done."
@@ -156,20 +156,20 @@ _EACH_CALL = re.compile(r"\bin \w+(\.|\[')tool_calls")
 _ROLE_OF_RESULTS = re.compile(r"role('\])? *[!=]= *['\"]tool")
 
 
-def shapes(template: str, shows: Shows) -> list[Shape]:
+def message_transforms(template: str, shows: TemplateCheck) -> list[MessageTransform]:
     """Returns what has to be done to messages, in this order, before a chat template takes them."""
-    format_shapes = _own_shapes(template)
+    own_transforms = _own_transforms(template)
 
-    def fails(roles: str, *more: Shape) -> bool:
-        return not shows(shaped(_talk(roles), [*more, *format_shapes]))
+    def fails(roles: str, *more: MessageTransform) -> bool:
+        return not shows(apply_transforms(_talk(roles), [*more, *own_transforms]))
 
     if fails("user"):  # nothing can be seen of such a template
-        return format_shapes
+        return own_transforms
     if fails("user calls tool") and not fails("user calls tool", _with_text_arguments):
-        format_shapes = [_with_text_arguments, *format_shapes]
+        own_transforms = [_with_text_arguments, *own_transforms]
     orders = ("system system user", "user assistant system user", "system user assistant system user")
     keeps_words = not fails("user said_calls tool") or fails("user assistant calls tool assistant")
-    choices: list[tuple[bool, Shape]] = [
+    choices: list[tuple[bool, MessageTransform]] = [
         ("developer" not in template or fails("developer user"), _without_developers),
         (any(map(fails, orders)), _with_one_system),
         (fails("system"), _with_a_user),
@@ -181,13 +181,13 @@ def shapes(template: str, shows: Shows) -> list[Shape]:
         (fails("user user") or fails("assistant user"), _in_turns),
         (not keeps_words, _with_words_before_calls),
     ]
-    return [shape for is_asked, shape in choices if is_asked] + format_shapes
+    return [transform for is_asked, transform in choices if is_asked] + own_transforms
 
 
-def _own_shapes(template: str) -> list[Shape]:
+def _own_transforms(template: str) -> list[MessageTransform]:
     """Returns what makes OpenAI's messages those of a template that has fields or roles of its own for them."""
     is_harmony = _HARMONY in template
-    choices: list[tuple[bool, Shape]] = [
+    choices: list[tuple[bool, MessageTransform]] = [
         ("tool_plan" in template, _with_plans),
         (
             "observation" in template and "metadata" in template and "tool_calls" not in template,
@@ -199,13 +199,15 @@ def _own_shapes(template: str) -> list[Shape]:
         (is_harmony or "<|tool_call>" in template, _with_reasons_for_calls),
         (True, _with_thinking),
     ]
-    return [shape for is_asked, shape in choices if is_asked]
+    return [transform for is_asked, transform in choices if is_asked]
 
 
-def shaped(messages: Sequence[AnyMessage], by: Iterable[Shape]) -> Sequence[AnyMessage]:
+def apply_transforms(
+    messages: Sequence[AnyMessage], transforms: Iterable[MessageTransform]
+) -> Sequence[AnyMessage]:
     """Returns the messages in the shapes that a template takes."""
-    for shape in by:
-        messages = list(shape(messages))
+    for transform in transforms:
+        messages = list(transform(messages))
     return messages
 
 

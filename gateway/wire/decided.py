@@ -8,7 +8,7 @@ from math import exp, fsum, log
 from penstock.gateway.wire.frames import response_usage_of, timings_of
 from penstock.gateway.wire.labels import LabelSteps
 from penstock.gateway.wire.questions import Option, Question
-from penstock.gateway.wire.writing import Counts, Outputs
+from penstock.gateway.wire.writing import Outputs, Reply
 
 
 class DecisionsWriter:
@@ -22,7 +22,7 @@ class DecisionsWriter:
         self._questions = questions
         self._steps = steps
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         scores = [delta.scores or [] for _, delta in outputs]
         answers = [
             (question, *probabilities_of(labels, scores))

@@ -18,7 +18,7 @@ from penstock.gateway.wire.ask import Ask, Texts, split_prompt
 from penstock.gateway.wire.mistakes import missing
 from penstock.gateway.wire.schemas import Dimensions, ModelRequest, ServiceTier, Truncation
 from penstock.gateway.wire.strict import STRICT, Many, Most
-from penstock.gateway.wire.writing import Counts, Outputs
+from penstock.gateway.wire.writing import Outputs, Reply
 
 
 class Embedded(ModelRequest):
@@ -124,7 +124,7 @@ class EmbeddingWriter:
         self._body = body
         self._is_normalised = is_normalised
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         return {
             "object": "list",
             "data": (
@@ -147,7 +147,7 @@ class RerankWriter:
         self._id = id
         self._body = body
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         query, *documents = _embeddings(outputs)
         scores = [likeness(query, document) for document in documents]
         best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -168,7 +168,7 @@ class ScoreWriter:
         self._head = {"id": id, "object": "list", "created": created, "model": model}
         self._num_first = num_first
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         embeddings = _embeddings(outputs)
         first, second = embeddings[: self._num_first], embeddings[self._num_first :]
         scores = map(likeness, first * len(second) if len(first) == 1 else first, second)
@@ -180,7 +180,7 @@ def _embeddings(outputs: Outputs) -> list[list[float]]:
     return [delta.embedding or [] for _, delta in outputs]
 
 
-def _usage(reply: Counts) -> dict[str, int]:
+def _usage(reply: Reply) -> dict[str, int]:
     num_tokens = reply.num_prompt_tokens
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 

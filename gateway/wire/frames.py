@@ -17,7 +17,7 @@ import orjson
 from penstock.engine.planning.timings import MAX_MARKS, DraftCount, Timings
 from penstock.gateway.errors import ApiError, anthropic_body, ollama_body
 from penstock.gateway.wire.parsing import CallBegun, Piece, ReplyParser
-from penstock.gateway.wire.writing import Counts
+from penstock.gateway.wire.writing import Reply
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
@@ -97,7 +97,7 @@ class ReplyWriter(Generic[_ChoiceT]):
     """The number of the next event."""
     _choices: Sequence[_ChoiceT] = ()
 
-    def begin(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+    def begin(self, reply: Reply) -> list[bytes]:  # noqa: ARG002
         return []
 
     def text(self, index: int, text: str) -> list[bytes]:
@@ -118,17 +118,17 @@ class ReplyWriter(Generic[_ChoiceT]):
         """Returns the frames of pieces of a choice."""
         raise NotImplementedError
 
-    def end(self, reply: Counts) -> list[bytes]:
+    def end(self, reply: Reply) -> list[bytes]:
         return self._last(reply) if reply.error is None else [self._error(reply, reply.error)]
 
-    def _last(self, reply: Counts) -> list[bytes]:  # noqa: ARG002
+    def _last(self, reply: Reply) -> list[bytes]:  # noqa: ARG002
         """Returns the last frames of a reply that came to its end."""
         return []
 
-    def _error(self, reply: Counts, error: ApiError) -> bytes:  # noqa: ARG002
+    def _error(self, reply: Reply, error: ApiError) -> bytes:  # noqa: ARG002
         return error_frame(error)
 
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Reply, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return self._error(reply, error) + self.tail
 
     def _frame(self, event: str) -> bytes:
@@ -138,7 +138,7 @@ class ReplyWriter(Generic[_ChoiceT]):
         return event.encode("ascii")
 
 
-def usage_of(reply: Counts) -> dict[str, object]:
+def usage_of(reply: Reply) -> dict[str, object]:
     """Returns a reply's `usage`, as completions have it."""
     num_prompt, num_output = reply.num_prompt_tokens, reply.num_output_tokens
     return {
@@ -150,7 +150,7 @@ def usage_of(reply: Counts) -> dict[str, object]:
     }
 
 
-def response_usage_of(reply: Counts) -> dict[str, object]:
+def response_usage_of(reply: Reply) -> dict[str, object]:
     """Returns a reply's `usage`, as responses and decisions have it."""
     num_prompt, num_output = reply.num_prompt_tokens, reply.num_output_tokens
     return {
@@ -162,7 +162,7 @@ def response_usage_of(reply: Counts) -> dict[str, object]:
     }
 
 
-def timings_of(reply: Counts) -> dict[str, object] | None:
+def timings_of(reply: Reply) -> dict[str, object] | None:
     """Returns a reply's `timings`; of several choices: the first token's wait, the mean pace, the sums of counts.
 
     None if nobody knows them, since another process made the reply and did not write down its end.

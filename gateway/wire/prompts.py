@@ -24,7 +24,13 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.gateway.errors import ApiError, invalid
-from penstock.gateway.wire.conversation import AnyMessage, Shape, shaped, shapes, thinking_switches
+from penstock.gateway.wire.conversation import (
+    AnyMessage,
+    MessageTransform,
+    apply_transforms,
+    message_transforms,
+    thinking_switches,
+)
 from penstock.gateway.wire.reading import Formats
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -218,12 +224,12 @@ class Prompts:
                 key: value if key == "role" else self._guard(value, self._marks_in(message, key))
                 for key, value in message.items()
             }
-            for message in shaped(messages, self._shapes)
+            for message in apply_transforms(messages, self._transforms)
         ]
 
     @cached_property
-    def _shapes(self) -> list[Shape]:
-        return shapes(self.tokenizer.chat_template or "", self._shows)
+    def _transforms(self) -> list[MessageTransform]:
+        return message_transforms(self.tokenizer.chat_template or "", self._shows)
 
     def _shows(self, messages: Sequence[AnyMessage]) -> bool:
         """Whether the template takes these messages and shows their texts, none of which is a mark."""

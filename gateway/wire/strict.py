@@ -89,15 +89,15 @@ class TolerantBody(StrictBody):
     model_config = TOLERANT
 
 
-Body = TypeVar("Body", bound=StrictBody)
+BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
 def read(
-    kind: type[Body],
+    kind: type[BodyT],
     values: Mapping[str, object],
     limits: Limits,
     ignore: Callable[[str], None] = lambda _: None,
-) -> Body:
+) -> BodyT:
     """Returns a checked request body.
 
     Args:
@@ -127,11 +127,11 @@ def read(
 
 
 def validated(
-    kind: type[Body],
+    kind: type[BodyT],
     values: Mapping[str, object],
     sent: Mapping[str, str] = _SAME,
     repairs: int = _MOST_REPAIRS,
-) -> Body:
+) -> BodyT:
     """Returns the checked values; raises 400 that names the first field that is wrong."""
     checked = dict(values)
     try:

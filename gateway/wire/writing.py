@@ -69,7 +69,7 @@ class Head:
     """Equal for servers that make the same texts; None if it is not shown."""
 
 
-class Counts(Protocol):
+class Reply(Protocol):
     """The part of `gateway.reply.generation.Generation` that writers read."""
 
     @property

@@ -30,9 +30,8 @@ from penstock.gateway.sessions.responses.schemas import (
     check_response,
     text_form,
 )
-from penstock.gateway.wire.ask import Ask, Kept, Turn
-from penstock.gateway.wire.conversation import TemplateMessage as Message
-from penstock.gateway.wire.conversation import as_call
+from penstock.gateway.wire.ask import Ask, Retention, Turn
+from penstock.gateway.wire.conversation import TemplateMessage, as_call
 from penstock.gateway.wire.efforts import REASONING_FIELDS
 from penstock.gateway.wire.parsing import Call
 from penstock.gateway.wire.reading import PLAIN, Reading
@@ -223,9 +222,9 @@ def texts_of(item: Item) -> list[str]:
     return [part["text"] for part in item["content"]]
 
 
-def as_messages(items: Sequence[Item]) -> list[Message]:
+def as_messages(items: Sequence[Item]) -> list[TemplateMessage]:
     """Returns items as chat templates know them: texts are joined, an assistant's message has reasoning and calls."""
-    messages: list[Message] = []
+    messages: list[TemplateMessage] = []
     for item in items:
         said = "\n".join(texts_of(item))
         if item["type"] == "function_call_output":
@@ -244,7 +243,7 @@ def as_messages(items: Sequence[Item]) -> list[Message]:
     return messages
 
 
-def _only_reasons(message: Message) -> bool:
+def _only_reasons(message: TemplateMessage) -> bool:
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
@@ -291,7 +290,7 @@ def turn_ask(body: ResponseBody, limits: Limits) -> Ask:
         tools=response_tools(body),
         form=form_of(body, limits, text_form(body.text)) if body.model_fields_set & FORM_FIELDS else None,
         reasoning=body if body.model_fields_set & REASONING_FIELDS else None,
-        kept=Kept(
+        retention=Retention(
             resumable=body.stream_options is not None and bool(body.stream_options.resumable),
             background=bool(body.background),
         ),
@@ -333,7 +332,7 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
 
 
 def details_of(
-    body: ResponseBody, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
+    body: ResponseBody, items: list[Item], history: Sequence[TemplateMessage], reading: Reading = PLAIN
 ) -> JsonObject:
     """Returns the details stored with a recording, from which all of its objects can be made at any time.
 

@@ -23,8 +23,7 @@ from penstock.gateway.sessions.responses.threads import Thread, num_chars
 from penstock.gateway.sessions.responses.writer import output_items, plain, response, status_of
 from penstock.gateway.store.interface import Store
 from penstock.gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
-from penstock.gateway.store.pieces import PIECE_BYTES, Pieces, cut, join
-from penstock.gateway.store.pieces import keep as keep_pieces
+from penstock.gateway.store.pieces import PIECE_BYTES, Pieces, cut, join, keep_pieces
 from penstock.gateway.store.records import Records
 from penstock.gateway.store.time_budget import retrying
 

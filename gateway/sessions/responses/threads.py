@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from penstock.gateway.store.packing import Tokens
-from penstock.gateway.wire.conversation import TemplateMessage as Message
+from penstock.gateway.wire.conversation import TemplateMessage
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ class Thread:
     messages. What of it can be used is found out when it is extended.
     """
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[TemplateMessage, ...] = ()
     """The messages, without the instructions of any one turn."""
     token_ids: Tokens = ()
     """The prompt and output of the last answer; empty if nothing was generated, or it is not worth keeping."""
@@ -40,7 +40,7 @@ class Thread:
 NO_THREAD = Thread()
 
 
-def num_chars(message: Message) -> int:
+def num_chars(message: TemplateMessage) -> int:
     """The number of characters that a message's text takes, about."""
     calls = len(orjson.dumps(message["tool_calls"])) if "tool_calls" in message else 0
     return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
@@ -66,7 +66,7 @@ def since(
 def extend(
     prompts: Prompts,
     thread: Thread,
-    new_messages: Sequence[Message],
+    new_messages: Sequence[TemplateMessage],
     *,
     instructions: str | None = None,
     tools: Sequence[dict[str, Any]] = (),
@@ -82,7 +82,9 @@ def extend(
     Raises:
         ApiError: 400, if there is no chat template or it does not take these messages.
     """
-    head: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    head: list[TemplateMessage] = (
+        [] if instructions is None else [{"role": "system", "content": instructions}]
+    )
     wanted = prompts.chat([*head, *thread.messages, *new_messages], tools=tools, variables=variables)
     # A thread can be older than the model that is served now.
     is_ours = max(thread.token_ids, default=0) < prompts.tokenizer.vocab_size

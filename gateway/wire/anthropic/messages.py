@@ -19,7 +19,7 @@ from penstock.gateway.wire.parsing import (
     answer_of,
 )
 from penstock.gateway.wire.reading import Reading
-from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs
+from penstock.gateway.wire.writing import ANSWERED, Delta, Head, Outputs, Reply
 from penstock.priority.lanes import Lane
 
 _PING = 'event: ping\ndata: {"type":"ping"}\n\n'
@@ -56,7 +56,7 @@ class MessageWriter(ReplyWriter[StreamedChoice]):
 
     # Streamed
 
-    def begin(self, reply: Counts) -> list[bytes]:
+    def begin(self, reply: Reply) -> list[bytes]:
         usage = {
             "input_tokens": reply.num_prompt_tokens,
             "cache_creation_input_tokens": 0,
@@ -66,14 +66,14 @@ class MessageWriter(ReplyWriter[StreamedChoice]):
         }
         return [self._frame(_event("message_start", message=self._message([], None, None, usage)))]
 
-    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
+    def more(self, reply: Reply, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         frames = self._chunks(self._choice, self._choice.parser.feed(delta.text))
         if delta.ended:
             self._ending = delta
             frames += self._chunks(self._choice, self._choice.parser.finish())
         return frames + (list(map(self._frame, self._close())) if delta.finish_reason in ANSWERED else [])
 
-    def _last(self, reply: Counts) -> list[bytes]:
+    def _last(self, reply: Reply) -> list[bytes]:
         reason = {
             "stop_reason": self._stop_reason(reply, self._ending, has_called=self._has_called),
             "stop_sequence": self._ending.stop,
@@ -81,10 +81,10 @@ class MessageWriter(ReplyWriter[StreamedChoice]):
         last = _event("message_delta", delta=reason, usage=_usage(reply), timings=timings_of(reply))
         return [self._frame(last), self._frame(_event("message_stop"))]
 
-    def _error(self, reply: Counts, error: ApiError) -> bytes:
+    def _error(self, reply: Reply, error: ApiError) -> bytes:
         return error_event(error, reply.correlation)
 
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:
+    def fault(self, reply: Reply, error: ApiError, position: int) -> bytes:
         # The comment is for a switch, which goes on with an interrupted stream elsewhere.
         comment = f": {error.code}\n" if error.code else ""
         return comment.encode() + super().fault(reply, error, position)
@@ -118,7 +118,7 @@ class MessageWriter(ReplyWriter[StreamedChoice]):
 
     # Whole
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         ((_, delta),) = outputs
         answer = answer_of(self._reading.parser(self._head.id), delta.text)
         reason = self._stop_reason(reply, delta, has_called=bool(answer.calls))
@@ -140,7 +140,7 @@ class MessageWriter(ReplyWriter[StreamedChoice]):
             "usage": usage,
         }
 
-    def _stop_reason(self, reply: Counts, delta: Delta, *, has_called: bool) -> str:
+    def _stop_reason(self, reply: Reply, delta: Delta, *, has_called: bool) -> str:
         if delta.finish_reason is FinishReason.LENGTH:
             had_room = reply.requests[0].sampling.max_tokens == self._max_tokens
             return "max_tokens" if had_room else "model_context_window_exceeded"
@@ -173,7 +173,7 @@ def _event(name: str, **fields: object) -> str:
     return f"event: {name}\ndata: {json.dumps({'type': name, **fields}, separators=(',', ':'))}\n\n"
 
 
-def _usage(reply: Counts) -> dict[str, object]:
+def _usage(reply: Reply) -> dict[str, object]:
     """Anthropic counts what was found in the cache apart from the other tokens of the prompt."""
     return {
         "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens,

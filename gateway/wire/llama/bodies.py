@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, Infill, Shown, text_ask
+from penstock.gateway.wire.ask import Ask, Infill, ReplyOptions, text_ask
 from penstock.gateway.wire.completions import Extras
 from penstock.gateway.wire.dialects import UNSET
 from penstock.gateway.wire.sampling import MaxTokens
@@ -84,7 +84,7 @@ def llama_ask(body: LlamaBody, limits: Limits) -> Ask:
         input=tuple(replace(texts, parse_special=True) for texts in ask.input),
         max_tokens=MaxTokens("n_predict", body.max_tokens, may_be_fewer=True),
         num_logprobs=body.logprobs or None,
-        shown=Shown(extras=Extras(token_ids=bool(body.return_tokens or body.logprobs))),
+        reply_options=ReplyOptions(extras=Extras(token_ids=bool(body.return_tokens or body.logprobs))),
     )
 
 

@@ -9,7 +9,7 @@ from penstock.engine.planning.request import FinishReason, TokenLogprobs
 from penstock.gateway.wire.frames import ReplyWriter, StreamedChoice
 from penstock.gateway.wire.llama.bodies import LlamaBody
 from penstock.gateway.wire.logprobs import TokenName, logprob_entry
-from penstock.gateway.wire.writing import ANSWERED, Counts, Delta, Head, Outputs, Whole
+from penstock.gateway.wire.writing import ANSWERED, Delta, Head, Outputs, Reply, Whole
 
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold", "seed"),
@@ -32,7 +32,7 @@ class LlamaWriter(ReplyWriter[StreamedChoice]):
     def text(self, index: int, text: str) -> list[bytes]:
         return [_frame({"index": index, "content": text, "tokens": [], "stop": False})]
 
-    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:
+    def more(self, reply: Reply, index: int, delta: Delta) -> list[bytes]:
         if delta.finish_reason in ANSWERED:
             return [_frame(self._choice(reply, index, delta))]
         if delta.ended:
@@ -42,12 +42,12 @@ class LlamaWriter(ReplyWriter[StreamedChoice]):
 
     # Whole
 
-    def whole(self, reply: Counts, outputs: Outputs) -> Whole:
+    def whole(self, reply: Reply, outputs: Outputs) -> Whole:
         """Returns a choice, or an iterator of several."""
         choices = [self._choice(reply, index, delta) for index, delta in outputs]
         return choices[0] if len(choices) == 1 else iter(choices)
 
-    def _choice(self, reply: Counts, index: int, delta: Delta) -> dict[str, object]:
+    def _choice(self, reply: Reply, index: int, delta: Delta) -> dict[str, object]:
         is_word, prompt = delta.stop is not None, self._body.prompt
         members: dict[str, object] = {
             "index": index,
@@ -70,7 +70,7 @@ class LlamaWriter(ReplyWriter[StreamedChoice]):
         }
         return _fields(members, self._body.response_fields) if self._body.response_fields else members
 
-    def _settings(self, reply: Counts) -> dict[str, object]:
+    def _settings(self, reply: Reply) -> dict[str, object]:
         sampling = reply.requests[0].sampling
         return {
             "n_ctx": self._context_length,
@@ -97,7 +97,7 @@ class LlamaWriter(ReplyWriter[StreamedChoice]):
 _STOP_TYPES: Mapping[FinishReason | None, str] = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit"}
 
 
-def _timings(reply: Counts) -> dict[str, object]:
+def _timings(reply: Reply) -> dict[str, object]:
     """Returns the times of a reply under llama.cpp's names; they are those of its first choice."""
     first = min(reply.timings, key=lambda timings: timings.first_token_s)
     cached = max(0, reply.num_cached_tokens)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.gateway.errors import invalid
 from penstock.gateway.limits import Limits
-from penstock.gateway.wire.ask import Ask, ChatPrompt, Kept, Texts, as_far_as_room, chat_ask
+from penstock.gateway.wire.ask import Ask, ChatPrompt, Retention, Texts, as_far_as_room, chat_ask
 from penstock.gateway.wire.conversation import thinking_switches
 from penstock.gateway.wire.efforts import plain_effort
 from penstock.gateway.wire.schemas import ChatBody, Dimensions, TokenChoice
@@ -242,7 +242,7 @@ def prompt_ask(body: OllamaGenerateBody, limits: Limits) -> Ask:
         ask,
         input=replace(ask.input, before=body.context or ()),
         cuts_start=body.truncate is not False,
-        kept=Kept(output=True),
+        retention=Retention(output=True),
     )
 
 

@@ -24,7 +24,7 @@ from penstock.gateway.wire.parsing import (
     joined,
 )
 from penstock.gateway.wire.reading import PLAIN, Reading
-from penstock.gateway.wire.writing import Counts, Delta, Head, Outputs
+from penstock.gateway.wire.writing import Delta, Head, Outputs, Reply
 
 
 class LineWriter(ReplyWriter[StreamedChoice]):
@@ -75,7 +75,7 @@ class LineWriter(ReplyWriter[StreamedChoice]):
 
     # Streamed
 
-    def more(self, reply: Counts, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
+    def more(self, reply: Reply, index: int, delta: Delta) -> list[bytes]:  # noqa: ARG002
         pieces = self._choice.parser.feed(delta.text)
         lines = self._with_logprobs(pieces, delta) if delta.logprobs else self._pieces(pieces)
         if delta.ended:
@@ -83,15 +83,15 @@ class LineWriter(ReplyWriter[StreamedChoice]):
             lines += [*self._pieces(self._choice.parser.finish()), *self._whole_call()]
         return list(map(self._frame, lines))
 
-    def _last(self, reply: Counts) -> list[bytes]:
+    def _last(self, reply: Reply) -> list[bytes]:
         delta = reply.kept.get(0, self._ending)
         line = {**self._head, **self._said(Answer()), **self._ended(reply, delta)}
         return [self._frame(ascii_json(line) + "\n")]
 
-    def _error(self, reply: Counts, error: ApiError) -> bytes:  # noqa: ARG002
+    def _error(self, reply: Reply, error: ApiError) -> bytes:  # noqa: ARG002
         return error_line(error)
 
-    def fault(self, reply: Counts, error: ApiError, position: int) -> bytes:  # noqa: ARG002
+    def fault(self, reply: Reply, error: ApiError, position: int) -> bytes:  # noqa: ARG002
         return f"{ascii_json({'error': error.message, 'code': error.code})}\n".encode()
 
     def _frame(self, event: str) -> bytes:
@@ -139,12 +139,12 @@ class LineWriter(ReplyWriter[StreamedChoice]):
 
     # Whole
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         ((_, delta),) = outputs
         answer = answer_of(self._new_parser(), delta.text)
         return {**self._head, **self._said(answer), **self._logprobs(delta), **self._ended(reply, delta)}
 
-    def _ended(self, reply: Counts, delta: Delta) -> dict[str, object]:
+    def _ended(self, reply: Reply, delta: Delta) -> dict[str, object]:
         ending = _ending(reply, delta)
         if self._tells_context:
             ending["context"] = [*reply.requests[0].prompt_token_ids, *delta.token_ids]
@@ -170,7 +170,7 @@ class NormalEmbeddingWriter:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
         dimensions, timings = self._ask.dimensions, reply.timings
         arrival_s = timings[0].arrival_s
         return {
@@ -187,7 +187,7 @@ class NormalEmbeddingWriter:
 class PlainEmbeddingWriter:
     """The writer of a reply to `/api/embeddings`: the embedding as the model has it."""
 
-    def whole(self, reply: Counts, outputs: Outputs) -> dict[str, object]:  # noqa: ARG002
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:  # noqa: ARG002
         ((_, delta),) = outputs
         return {"embedding": delta.embedding or []}
 
@@ -205,7 +205,7 @@ def timestamp(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _ending(reply: Counts, delta: Delta) -> dict[str, object]:
+def _ending(reply: Reply, delta: Delta) -> dict[str, object]:
     """Returns the fields of the last line; in Ollama, too, loading lasts as long as a request waits for its turn."""
     timings: Any = timings_of(reply)
     queue_ms, ttft_ms, ended_ms = (

@@ -46,7 +46,7 @@ class SectionLayout(NamedTuple):
 _ONE = SectionLayout()
 
 
-class Argument(NamedTuple):
+class ArgumentForm(NamedTuple):
     """The texts around an argument's key and its value, `pad` on both sides of a value, and the text between two."""
 
     key: tuple[str, str]
@@ -65,7 +65,7 @@ class CallForm(NamedTuple):
     """The text before the tool's name."""
     after: str = ""
     """The text after it."""
-    argument: Argument | None = None
+    argument: ArgumentForm | None = None
     """The form of each argument; None if all of them are one object in JSON."""
     end: tuple[str, ...] = ()
     """The texts after the arguments."""
@@ -116,17 +116,17 @@ class ToolFormat:
 
 _LIST = SectionLayout("[", ", ", "]")
 _LINES = SectionLayout(between="\n")
-_PARAMETER = Argument(("<parameter=", ">"), ("", "</parameter>"))
-_INVOKED = Argument(('<parameter name="', '">'), ("", "</parameter>"))
-_PARAM = Argument(('<param name="', '">'), ("", "</param>"))
-_ARG = Argument(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
+_PARAMETER = ArgumentForm(("<parameter=", ">"), ("", "</parameter>"))
+_INVOKED = ArgumentForm(('<parameter name="', '">'), ("", "</parameter>"))
+_PARAM = ArgumentForm(('<param name="', '">'), ("", "</param>"))
+_ARG = ArgumentForm(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
 
 _JSON = CallForm(Style.JSON, '{"name": "', '", "arguments": ', end=("}",))
 _LLAMA_JSON = _JSON._replace(after='", "parameters": ')
 _COHERE = _LLAMA_JSON._replace(before='{"tool_call_id": "0", "tool_name": "')
 _FENCED = CallForm(Style.FENCED, "<tool_call>", "\n```json\n", end=("\n```", "</tool_call>"))
-_PYTHON = CallForm(Style.PYTHON, "", "(", Argument(("", "="), between=", "), (")",))
-_GEMMA = CallForm(Style.GEMMA, "call:", "{", Argument(("", ":"), quote=QUOTE, between=","), ("}",))
+_PYTHON = CallForm(Style.PYTHON, "", "(", ArgumentForm(("", "="), between=", "), (")",))
+_GEMMA = CallForm(Style.GEMMA, "call:", "{", ArgumentForm(("", ":"), quote=QUOTE, between=","), ("}",))
 _FUNCTION = CallForm(Style.TAGGED, "<function=", ">", _PARAMETER, ("</function>",))
 _PADDED = _FUNCTION._replace(argument=_PARAMETER._replace(pad="\n"))
 _INVOKE = CallForm(Style.TAGGED, '<invoke name="', '">', _INVOKED, ("</invoke>",))

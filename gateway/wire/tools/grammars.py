@@ -17,7 +17,14 @@ from penstock.engine.text.exact_numbers import TooComplex, exact_rules
 from penstock.engine.text.grammar import Grammar, GrammarKind
 from penstock.gateway.errors import invalid
 from penstock.gateway.wire.memo import Memo
-from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS, Argument, CallForm, Style, ToolFormat
+from penstock.gateway.wire.tools.formats import (
+    HARMONY,
+    TOOL_FORMATS,
+    ArgumentForm,
+    CallForm,
+    Style,
+    ToolFormat,
+)
 from penstock.gateway.wire.tools.types import TEXT, admitted, property_schema
 from penstock.gateway.wire.tools.use import ToolUse
 
@@ -245,7 +252,7 @@ class _Rules:
             head = " ".join(map(quoted, re.findall(r'"[^"]*"|[{:,] ?', begun)))
         return self.add(rule, f"{head} {rest}")
 
-    def _arguments(self, argument: Argument, schema: Any, *, lenient: bool) -> str:
+    def _arguments(self, argument: ArgumentForm, schema: Any, *, lenient: bool) -> str:
         """Arguments in the schema's order, those that are not required left out at will."""
         first = rest = '""'
         for key, of_value, is_required in reversed(_properties(schema)):
@@ -259,7 +266,7 @@ class _Rules:
             rest = self.add(f"rest_{len(self._rules)}", f"{after if is_required else f'({after})?'} {rest}")
         return first if argument.between else f"{_LINE} {first}"
 
-    def _argument(self, argument: Argument, key: str, schema: Any, *, lenient: bool) -> str:
+    def _argument(self, argument: ArgumentForm, key: str, schema: Any, *, lenient: bool) -> str:
         opening = self._written(argument.key[0], key, argument.key[1], argument.pad)
         if argument.value[0]:
             opening += f" {_LINE} {self._written(argument.value[0])}"
@@ -267,7 +274,7 @@ class _Rules:
             f"{opening} {self._value(argument, schema, lenient=lenient)} {'' if argument.between else _LINE}"
         )
 
-    def _value(self, argument: Argument, schema: Any, *, lenient: bool) -> str:
+    def _value(self, argument: ArgumentForm, schema: Any, *, lenient: bool) -> str:
         """A value as JSON, or as text up to a marker."""
         types, words = admitted(schema, schema)
         marker, after = argument.quote or argument.value[1], self._written(argument.pad, argument.value[1])

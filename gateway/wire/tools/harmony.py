@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from penstock.gateway.wire.parsing import ReasoningDelta, TextDelta
 from penstock.gateway.wire.tools.formats import HARMONY, TOOL_FORMATS
-from penstock.gateway.wire.tools.scanning import FormatParser, Kind, Malformed, Steps, Tools
+from penstock.gateway.wire.tools.scanning import DeltaType, FormatParser, Malformed, Steps, Tools
 
 _START, _CHANNEL, _MESSAGE, _END, _CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.:/-]+)")
@@ -33,9 +33,9 @@ class Harmony(FormatParser):
         """
         super().__init__(TOOL_FORMATS[HARMONY], tools or Tools({}, str))
         self._has_tools = tools is not None
-        self._reasoning: Kind = ReasoningDelta if tells_reasoning else TextDelta
+        self._reasoning: DeltaType = ReasoningDelta if tells_reasoning else TextDelta
         self._is_open = is_open
-        self._kinds: set[Kind] = set()
+        self._kinds: set[DeltaType] = set()
 
     def parse(self) -> Steps:
         self.reasons = self._is_open or None
@@ -77,7 +77,7 @@ class Harmony(FormatParser):
             self.is_over = channel is None or channel[1] == "final"
             yield from self._said(TextDelta)
 
-    def _said(self, kind: Kind) -> Steps:
+    def _said(self, kind: DeltaType) -> Steps:
         self.reasons = kind is ReasoningDelta
         if kind in self._kinds:
             self.say("\n", kind)

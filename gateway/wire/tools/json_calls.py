@@ -13,7 +13,7 @@ _BARE = re.compile(r"[A-Za-z0-9+.-]*")
 _ID = re.compile(r"[A-Za-z0-9_-]*")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
-CallForm = tuple[Callable[[str], Steps], str, str]
+CallSyntax = tuple[Callable[[str], Steps], str, str]
 """What reads a call of a section by its first character; the characters between two calls, and those of a call."""
 
 
@@ -34,7 +34,7 @@ class JsonCalls(FormatParser):
                 return
             self.consume()
 
-    def form(self, first: str, is_list: bool) -> CallForm:  # noqa: ARG002
+    def form(self, first: str, is_list: bool) -> CallSyntax:  # noqa: ARG002
         return self.json_call, ",;", "{"
 
     def json_call(self, first: str) -> Steps:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Generator
 from string import ascii_letters
 
-from penstock.gateway.wire.tools.json_calls import CallForm, JsonCalls
+from penstock.gateway.wire.tools.json_calls import CallSyntax, JsonCalls
 from penstock.gateway.wire.tools.literals import json_of, json_of_text
 from penstock.gateway.wire.tools.scanning import SPACE, Malformed, Steps
 
@@ -25,7 +25,7 @@ class Pythonic(JsonCalls):
     the text, as newlines do.
     """
 
-    def form(self, first: str, is_list: bool) -> CallForm:
+    def form(self, first: str, is_list: bool) -> CallSyntax:
         if first == "{":
             return super().form(first, is_list)
         if self._format.layout.start and not is_list:

@@ -20,9 +20,9 @@ from penstock.gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, Reas
 from penstock.gateway.wire.tools.formats import ToolFormat
 
 Steps = Generator[None, None, None]
-Kind = type[TextDelta | ReasoningDelta]
-Say = Callable[[str], list[Piece]]
-Out = Kind | Say
+DeltaType = type[TextDelta | ReasoningDelta]
+PieceMaker = Callable[[str], list[Piece]]
+Out = DeltaType | PieceMaker
 """What becomes of text: a piece of this kind, or the pieces that a function makes."""
 Trim = Callable[[str], str]
 
@@ -76,7 +76,7 @@ class Scanner:
         self._out: Out | None = None
         """What becomes of all that the cursor passes; None if it is only looked at."""
         self._steps = self.parse()
-        self.quick: tuple[str, str, Kind, Say | None] | None = None
+        self.quick: tuple[str, str, DeltaType, PieceMaker | None] | None = None
         """While text is passed on: two characters with which something else may begin, and what other text makes."""
         self.said: list[str] | None = None
         """The texts of the pieces that this parser made up to markers; a list if they are to be kept."""

@@ -151,7 +151,7 @@ def busy_tenants() -> Tenants:
 
 
 async def test_an_operator_is_told_who_takes_most_and_the_sum_of_the_others() -> None:
-    told: Any = busy_tenants().told(Client(Tenant(name="root"), is_operator=True))
+    told: Any = busy_tenants().event_data(Client(Tenant(name="root"), is_operator=True))
     named = {row.pop("tenant"): row for row in told["tenants"]}
     assert list(named) == [f"t{number}" for number in range(12, 12 - MOST_NAMED, -1)]
     assert named["t3"] == {"share": named["t3"]["share"], "waiting": 1, "running": 1, "refused": 0}
@@ -163,9 +163,9 @@ async def test_an_operator_is_told_who_takes_most_and_the_sum_of_the_others() ->
 
 
 async def test_a_tenant_is_told_of_itself_and_no_other_s_name() -> None:
-    told: Any = busy_tenants().told(Client(Tenant(name="t2")))
+    told: Any = busy_tenants().event_data(Client(Tenant(name="t2")))
     [own] = told["tenants"]
     assert (own["tenant"], own["running"], own["refused"]) == ("t2", 1, 2)
     assert told["others"] == {"tenants": 0, **NOTHING}
-    told = busy_tenants().told(Client(Tenant(name="idle")))
+    told = busy_tenants().event_data(Client(Tenant(name="idle")))
     assert told["tenants"] == [{"tenant": "idle", **NOTHING}]

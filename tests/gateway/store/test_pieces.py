@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.gateway.store.interface import PIECE, Key
 from penstock.gateway.store.memory import MemoryStore
-from penstock.gateway.store.pieces import FANOUT, PIECE_BYTES, Pieces, cut, join, keep
+from penstock.gateway.store.pieces import FANOUT, PIECE_BYTES, Pieces, cut, join, keep_pieces
 from tests.clock import Clock
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ class CountingStore(MemoryStore):
 
 async def kept(store: MemoryStore, items: list[bytes]) -> Pieces:
     pieces, made = cut(items)
-    await keep(store, "t", made, TTL_S)
+    await keep_pieces(store, "t", made, TTL_S)
     return pieces
 
 
@@ -98,6 +98,6 @@ async def test_a_piece_that_is_gone_is_noticed() -> None:
     store = MemoryStore(Clock())
     pieces, made = cut([b"%d " % i * PIECE_BYTES for i in range(40)])
     for missing in made:
-        await keep(store, "t", made, TTL_S)
+        await keep_pieces(store, "t", made, TTL_S)
         await store.delete(Key(PIECE, "t", missing))
         assert await join(store, "t", pieces, TTL_S) is None

@@ -7,7 +7,7 @@ from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.reply.generation import Generation
 from penstock.gateway.wire.parsing import Piece, ReplyParser
 from penstock.gateway.wire.reading import Reading
-from penstock.gateway.wire.writing import Counts, Delta, Head, Writer
+from penstock.gateway.wire.writing import Delta, Head, Reply, Writer
 from tests.gateway.harness import make_timings
 
 HEAD = Head(id="id-1", created=7, model="m")
@@ -80,7 +80,7 @@ def ending(
     return generation, Delta(finish_reason=reason, stop=stop)
 
 
-def streamed(writer: Writer[Counts], text: str, reason: FinishReason = FinishReason.STOP) -> str:
+def streamed(writer: Writer[Reply], text: str, reason: FinishReason = FinishReason.STOP) -> str:
     """All that is said of a text that comes a character at a time."""
     frames = writer.begin(EndedGeneration())
     for character in text:
@@ -88,6 +88,6 @@ def streamed(writer: Writer[Counts], text: str, reason: FinishReason = FinishRea
     return (b"".join(frames) + ended(writer, *ending(reason))).decode("ascii")
 
 
-def ended(writer: Writer[Counts], generation: EndedGeneration, last: Delta) -> bytes:
+def ended(writer: Writer[Reply], generation: EndedGeneration, last: Delta) -> bytes:
     """All that is said at the end."""
     return b"".join([*writer.more(generation, 0, last), *writer.end(generation), writer.tail])
