@@ -141,7 +141,7 @@ class Admission:
         """Returns the load of the queue and its engine, for routers."""
         model, held = self.model, self.held()
         return Load(
-            lanes={lane: line.told(now, model.attended_each) for lane, line in self._lanes.items()},
+            lanes={lane: line.lane_work(now, model.attended_each) for lane, line in self._lanes.items()},
             coefficients=tuple(model.coefficients[: len(NAMES)] if model.is_known else (0.0,) * len(NAMES)),
             num_free_kv=num_free_kv,
             held=held,

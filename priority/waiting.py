@@ -350,7 +350,7 @@ class LaneLine(Backlog):
             self.num_prefill_left += sign * ticket.num_prefill_left
             self.num_attended_left += sign * ticket.num_attended_left
 
-    def told(self, now: float, attended_each: float) -> LaneWork:
+    def lane_work(self, now: float, attended_each: float) -> LaneWork:
         """Returns its load, for routers."""
         queued = {tenant: int(account.work(attended_each)) for tenant, account in self.active.items()}
         return LaneWork(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.simulator.result import Result, Served
-from penstock.priority.simulator.summary import Summary, spread
+from penstock.priority.simulator.summary import Summary, percentiles
 
 SIZE = (1280, 640)
 """Pixels of every picture."""
@@ -166,7 +166,7 @@ def _windows(result: Result, first_s: float, width_s: float) -> tuple[list[float
         windows.setdefault(number, []).append(served.ttft_s or 0.0)
     numbers = sorted(windows)
     middles = [(number + 0.5) * width_s for number in numbers]
-    return middles, [max(spread(windows[number]).p90 or 0.0, _LEAST_TTFT_S) for number in numbers]
+    return middles, [max(percentiles(windows[number]).p90 or 0.0, _LEAST_TTFT_S) for number in numbers]
 
 
 def _is_shown(served: Served) -> bool:

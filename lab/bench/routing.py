@@ -16,7 +16,7 @@ from penstock.app.bench.statistics import percentile
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.room import Held
 from penstock.priority.routing.index import BlockIndex
-from penstock.priority.routing.router import Choice, RouteQuery, Router
+from penstock.priority.routing.router import Placement, RouteQuery, Router
 from penstock.priority.routing.state import HASH_BYTES, Change, LaneWork, Load, Snapshot
 from penstock.priority.verdict import Refusal
 
@@ -74,7 +74,7 @@ class _Fleet:
         self._rng = Random(0)
         self._loads = [_load(self._rng) for _ in range(_NUM_LOADS)]
         self._num_held = num_held
-        self._open: deque[tuple[Choice, list[bytes]]] = deque()
+        self._open: deque[tuple[Placement, list[bytes]]] = deque()
         self._caches: dict[str, OrderedDict[bytes, None]] = {}
         self._numbers: dict[str, int] = {}
         for number in range(num_replicas):
@@ -114,7 +114,7 @@ class _Fleet:
         if len(self._open) > 2 * len(self._caches):
             self._serve(*self._open.popleft())
 
-    def _serve(self, choice: Choice, hashes: list[bytes]) -> None:
+    def _serve(self, choice: Placement, hashes: list[bytes]) -> None:
         change = self._change(choice.replica, hashes, choice.ticket)
         started = time.thread_time()
         self.router.on_change(choice.replica, change, 0.0)

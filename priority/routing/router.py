@@ -57,7 +57,7 @@ class RouteQuery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Placement:
     """The replica that a request goes to."""
 
     replica: str
@@ -160,7 +160,7 @@ class Router:
 
     # What is asked
 
-    def choose(self, ask: RouteQuery, now: float, excluded: Iterable[str] = ()) -> Choice | Refusal:
+    def choose(self, ask: RouteQuery, now: float, excluded: Iterable[str] = ()) -> Placement | Refusal:
         """Chooses a replica and reserves the request's place there.
 
         Args:
@@ -246,7 +246,7 @@ class Router:
             found.append(_Candidate(replica, num_cached, forecast_s))
         return found
 
-    def _reserve(self, ask: RouteQuery, found: _Candidate, now: float) -> Choice:
+    def _reserve(self, ask: RouteQuery, found: _Candidate, now: float) -> Placement:
         replica = found.replica
         self._num_tickets += 1
         ticket = self._num_tickets
@@ -260,7 +260,7 @@ class Router:
         if not found.num_cached:
             self._note_cold(replica)
         self._rank(replica)
-        return Choice(
+        return Placement(
             replica=replica.name, ticket=ticket, forecast_s=found.forecast_s, num_cached=found.num_cached
         )
 

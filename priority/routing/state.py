@@ -30,7 +30,7 @@ MAX_TICKETS = 65_536
 MAX_NAME = 256
 _MOST = 2**53
 Coefficients = tuple[float, ...]
-Size = Annotated[int, "at least 1"]
+PositiveInt = Annotated[int, "at least 1"]
 _Unbounded = Annotated[float, "or infinite"]
 
 
@@ -88,10 +88,10 @@ class Snapshot:
     """A name of the process: a restarted replica has another one, and has forgotten all."""
     model: str
     """All replicas behind one router serve the same."""
-    block_size: Size
-    num_kv_tokens: Size
-    max_batch_tokens: Size
-    max_num_seqs: Size
+    block_size: PositiveInt
+    num_kv_tokens: PositiveInt
+    max_batch_tokens: PositiveInt
+    max_num_seqs: PositiveInt
     policies: Mapping[Lane, LanePolicy]
     """Every lane; one that a message does not name is promised nothing."""
     load: Load
@@ -104,7 +104,7 @@ class Change:
     """What is new since the message before it; one without anything new says that the replica is alive."""
 
     epoch: str
-    number: Size
+    number: PositiveInt
     """1 for the first after a snapshot, and so on."""
     load: Load | None = None
     """None if it is as it was."""
@@ -241,7 +241,7 @@ def _read_hashes(value: object, where: str) -> list[bytes]:
 _LANES = {str(lane.value): lane for lane in Lane}
 _READERS: dict[Any, _Read] = {
     int: _checked(_is_count, "a whole number of at least 0"),
-    Size: _checked(lambda value: _is_count(value) and value > 0, "a whole number of at least 1"),
+    PositiveInt: _checked(lambda value: _is_count(value) and value > 0, "a whole number of at least 1"),
     float: _checked(_is_number, "a number of at least 0"),
     _Unbounded: _checked(
         lambda value: value is None or _is_number(value),

@@ -24,7 +24,7 @@ from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
 from penstock.priority.routing.state import Change, Load, Snapshot
 from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of, urgency_of
-from penstock.priority.simulator.run import Machine, Server, Tally, make_queue
+from penstock.priority.simulator.run import Machine, SimulatedServer, Tally, make_queue
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.verdict import Refusal
 
@@ -189,7 +189,7 @@ class _Replica:
         self._log = PrefixLog()
         self._queue = make_queue("penstock", site.machine, site.lanes, {})
         assert isinstance(self._queue, LaneQueue)
-        self._server = Server(
+        self._server = SimulatedServer(
             site.machine, self._queue, site.lanes, site.result, self._note_end, log=self._log
         )
         self._number = 0
@@ -403,7 +403,7 @@ def _changes(log: PrefixLog) -> tuple[list[bytes], list[bytes]]:
     ]
 
 
-def _adopt(server: Server, request: Request) -> None:
+def _adopt(server: SimulatedServer, request: Request) -> None:
     """Makes the KV of a prompt resident that was computed elsewhere, as far as there is room for it."""
     memory, sequence = server.memory, Sequence(request)
     if memory.num_free_needed(sequence) <= memory.pool.num_free:

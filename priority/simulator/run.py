@@ -91,7 +91,7 @@ def simulate(
     tally = Tally(progress)
     has_prefixes = any(arrival.hash_ids for arrival in arrivals)
     servers = [
-        Server(
+        SimulatedServer(
             machine, make_queue(policy, machine, lanes, weights or {}, learns=slowness is not None), lanes,
             result, tally.add, log=None, prefix_cache=has_prefixes, slowness=slowness,
         )
@@ -143,7 +143,7 @@ class Tally:
             self.add()
 
 
-class Server(TokenSink):
+class SimulatedServer(TokenSink):
     """One machine with its own scheduler, queue and clock."""
 
     def __init__(
@@ -418,11 +418,11 @@ class _Run:
 class _Dealer:
     """Deals requests out to equal machines."""
 
-    def __init__(self, servers: list[Server]) -> None:
+    def __init__(self, servers: list[SimulatedServer]) -> None:
         self._servers = servers
-        self._homes: dict[tuple[int, ...], Server] = {}
+        self._homes: dict[tuple[int, ...], SimulatedServer] = {}
 
-    def server_for(self, arrival: Arrival) -> Server:
+    def server_for(self, arrival: Arrival) -> SimulatedServer:
         if len(self._servers) == 1:
             return self._servers[0]
         if not arrival.hash_ids:
@@ -433,5 +433,5 @@ class _Dealer:
             self._homes[session] = self._least()
         return self._homes[session]
 
-    def _least(self) -> Server:
+    def _least(self) -> SimulatedServer:
         return min(self._servers, key=lambda server: (server.num_prompt_open, len(server.open)))

@@ -17,7 +17,7 @@ from penstock.priority.shares import cost_of
 from penstock.priority.simulator.result import Result, Served
 
 Promises = Mapping[Lane, LanePolicy]
-Key = TypeVar("Key")
+KeyT = TypeVar("KeyT")
 
 SHORT_PART = 4
 """A prompt is short if it has no more than this part of the longest one's tokens."""
@@ -26,7 +26,7 @@ _LEAST_SPAN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """Percentiles; None of nothing."""
 
     p50: float | None
@@ -45,9 +45,9 @@ class Figures:
     attainment: float | None
     """The share of promises kept, of requests offered to lanes that promise something."""
     attainment_of_admitted: float | None
-    ttft_s: Spread
+    ttft_s: Percentiles
     """The times to the first token of served requests."""
-    tpot_s: Spread
+    tpot_s: Percentiles
     """Mean time per token after the first, of requests that had more than one."""
     work: int
     """The work that they were served, in 2048ths of a prompt token."""
@@ -148,8 +148,8 @@ def figures(served: Sequence[Served], lanes: Promises, *, of_promised: bool = Fa
         kept=kept,
         attainment=ratio(kept, len(promised)),
         attainment_of_admitted=ratio(kept, admitted),
-        ttft_s=spread([one.ttft_s for one in timed if one.ttft_s is not None]),
-        tpot_s=spread([one.tpot_s for one in timed if one.num_tokens > 1]),
+        ttft_s=percentiles([one.ttft_s for one in timed if one.ttft_s is not None]),
+        tpot_s=percentiles([one.tpot_s for one in timed if one.num_tokens > 1]),
         work=sum(map(work, served)),
     )
 
@@ -175,9 +175,9 @@ def work(served: Served) -> int:
     return cost_of(arrival.num_prompt, served.num_cached, served.num_tokens // arrival.n, arrival.n)
 
 
-def spread(values: Iterable[float]) -> Spread:
+def percentiles(values: Iterable[float]) -> Percentiles:
     ordered = sorted(values)
-    return Spread(percentile(ordered, 50), percentile(ordered, 90), percentile(ordered, 99))
+    return Percentiles(percentile(ordered, 50), percentile(ordered, 90), percentile(ordered, 99))
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float | None:
@@ -200,8 +200,8 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _grouped(served: Iterable[Served], key: Callable[[Served], Key]) -> dict[Key, list[Served]]:
-    groups: dict[Key, list[Served]] = {}
+def _grouped(served: Iterable[Served], key: Callable[[Served], KeyT]) -> dict[KeyT, list[Served]]:
+    groups: dict[KeyT, list[Served]] = {}
     for one in served:
         groups.setdefault(key(one), []).append(one)
     return groups

@@ -52,7 +52,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """Lognormal, cut at both ends."""
 
     mu: float
@@ -64,19 +64,21 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TrafficKind:
     """A sort of traffic: lengths, and how bursty its arrivals are (the Gamma shape of the rate; less is burstier)."""
 
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthDistribution
+    output: LengthDistribution
     shape: float
 
 
 KINDS = {
-    "conversation": Kind(Lengths(6.63, 0.99, 14_050), Lengths(5.02, 0.86, 1_000), 18.0),
-    "code": Kind(Lengths(7.00, 1.36, 7_437), Lengths(2.79, 0.85, 1_000), 0.4),
-    "bursty": Kind(Lengths(6.63, 0.99, 14_050), Lengths(5.02, 0.86, 1_000), 0.8),
-    "chat": Kind(Lengths(4.1, 0.6, 512), Lengths(3.4, 0.5, 128), 18.0),
+    "conversation": TrafficKind(
+        LengthDistribution(6.63, 0.99, 14_050), LengthDistribution(5.02, 0.86, 1_000), 18.0
+    ),
+    "code": TrafficKind(LengthDistribution(7.00, 1.36, 7_437), LengthDistribution(2.79, 0.85, 1_000), 0.4),
+    "bursty": TrafficKind(LengthDistribution(6.63, 0.99, 14_050), LengthDistribution(5.02, 0.86, 1_000), 0.8),
+    "chat": TrafficKind(LengthDistribution(4.1, 0.6, 512), LengthDistribution(3.4, 0.5, 128), 18.0),
 }
 """`conversation` and `code` are fitted to Azure's traces of 2023; `chat` suits small models."""
 
@@ -152,7 +154,7 @@ def agents(demand: Demand) -> list[Arrival]:
 class _Talk:
     """The shape of conversations."""
 
-    kind: Kind
+    kind: TrafficKind
     pause: tuple[float, float]
     """Between turns: mean and deviation of the logarithm of its seconds."""
     end: float

@@ -134,7 +134,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     """The shortcut over steps in which all streams just go on is only that: every figure is the same without it."""
     quick = simulate(trace, SMALL, policy, num_machines=num_machines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.priority.simulator.run.Server._num_alike", lambda *_: 0)
+        patch.setattr("penstock.priority.simulator.run.SimulatedServer._num_alike", lambda *_: 0)
         slow = simulate(trace, SMALL, policy, num_machines=num_machines)
     assert (quick.num_steps, quick.num_preemptions) == (slow.num_steps, slow.num_preemptions)
     assert quick.charged == slow.charged

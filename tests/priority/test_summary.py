@@ -14,7 +14,15 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.shares import COST_HIT, output_cost, prompt_cost
 from penstock.priority.simulator.result import Result, Served
 from penstock.priority.simulator.run import Machine, simulate
-from penstock.priority.simulator.summary import figures, is_kept, jain, percentile, spread, summarise, work
+from penstock.priority.simulator.summary import (
+    figures,
+    is_kept,
+    jain,
+    percentile,
+    percentiles,
+    summarise,
+    work,
+)
 from penstock.priority.simulator.trace import Arrival, Demand, mixed
 
 LANES = {
@@ -53,7 +61,7 @@ def test_percentiles_are_those_of_the_standard_library(values: list[float], perc
 def test_percentiles_of_one_value_are_that_value_and_of_nothing_none() -> None:
     assert percentile([7.0], 99) == 7.0
     assert percentile([], 50) is None
-    assert spread([3.0, 1.0, 2.0]).p50 == 2.0
+    assert percentiles([3.0, 1.0, 2.0]).p50 == 2.0
 
 
 @given(st.lists(floats.map(lambda value: value + 1), min_size=1, max_size=20), st.floats(0.01, 100))

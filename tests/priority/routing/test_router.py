@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.priority.lanes import Lane
-from penstock.priority.routing.router import LEASE_S, STALE_S, Choice, OutOfStep, RouteQuery, Router
+from penstock.priority.routing.router import LEASE_S, STALE_S, OutOfStep, Placement, RouteQuery, Router
 from penstock.priority.routing.state import Change, LaneWork, Load, StateError
 from penstock.priority.verdict import Refusal
 from tests.few import examples
@@ -26,9 +26,9 @@ def router_of(states: Mapping[str, Load], blocks: Mapping[str, Sequence[bytes]] 
     return router
 
 
-def chosen(router: Router, request: RouteQuery, now: float = 0.0, excluded: Iterable[str] = ()) -> Choice:
+def chosen(router: Router, request: RouteQuery, now: float = 0.0, excluded: Iterable[str] = ()) -> Placement:
     found = router.choose(request, now, excluded)
-    assert isinstance(found, Choice), found
+    assert isinstance(found, Placement), found
     return found
 
 
@@ -241,7 +241,7 @@ class Script:
         self.now = 0.0
         self.numbers: dict[str, int] = {}
         self.sent: dict[str, list[int]] = {name: [] for name in NAMES}
-        self.found: list[Choice | str] = []
+        self.found: list[Placement | str] = []
         for name in NAMES:
             self._appear(name)
 
@@ -251,8 +251,8 @@ class Script:
 
     def _choose(self, number: int, length: int, lane: Lane) -> None:
         found = self.router.choose(ask(chain(f"{number}", length), lane=lane), self.now)
-        self.found.append(found if isinstance(found, Choice) else found.reason)
-        if isinstance(found, Choice):
+        self.found.append(found if isinstance(found, Placement) else found.reason)
+        if isinstance(found, Placement):
             self.sent[found.replica].append(found.ticket)
 
     def _push(self, name: str, queued: int, length: int) -> None:
@@ -326,7 +326,7 @@ def test_a_hit_never_loses_to_an_equal_replica_without_it(
     states = {f"replica {i}": load(queued=queued) for i in range(num_replicas)}
     router = router_of(states, {name: SYSTEM[:hit]})
     found = router.choose(ask(SYSTEM[:length], lane=Lane.STANDARD), 0.0)
-    assert isinstance(found, Choice)
+    assert isinstance(found, Placement)
     assert (found.replica, found.num_cached) == (name, 16 * min(hit, length))
 
 
