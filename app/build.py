@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from penstock.app.checkpoint import created, find_draft, fingerprint, model_name, num_bytes
 from penstock.app.errors import OperatorError
 from penstock.app.keys import KeyFile, weights_of
-from penstock.app.log import Progress, log, progress
+from penstock.app.log import Progress, log, progress_bar
 from penstock.app.model import Model, read_model
 from penstock.app.settings import EngineSettings, FrontSettings, Settings
 from penstock.app.store import make_store
@@ -70,7 +70,7 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ServerParts:
     """A server, put together and not yet started."""
 
     app: ASGIApp
@@ -132,7 +132,7 @@ class Outbox:
             self._on_reports(*reports)
 
 
-def build(settings: Settings, replica: str = "local", *, is_open: bool = False) -> Parts:
+def build(settings: Settings, replica: str = "local", *, is_open: bool = False) -> ServerParts:
     """Reads the small files (config, tokenizer, keys) and puts everything together.
 
     Args:
@@ -188,7 +188,9 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         grammars=core.grammars,
         traces=traces,
     )
-    return Parts(create_app(service, PAGE), service, core.queue, core.engine, outbox, keys, traces, folder)
+    return ServerParts(
+        create_app(service, PAGE), service, core.queue, core.engine, outbox, keys, traces, folder
+    )
 
 
 def build_core(
@@ -196,7 +198,7 @@ def build_core(
     deliver: Callable[[StepReport], None],
     announce: Callable[[EngineState], None],
     weights: Mapping[str, int] | None = None,
-    show: Progress = progress,
+    show: Progress = progress_bar,
 ) -> Core:
     """Reads config and tokenizer, and puts together what computes.
 

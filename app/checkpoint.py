@@ -10,7 +10,7 @@ from hashlib import blake2b
 from http import HTTPStatus
 from pathlib import Path
 
-from penstock.app.errors import MayPass, OperatorError
+from penstock.app.errors import OperatorError, TransientError
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.consolidated import PARAMS, WEIGHTS, is_consolidated
 from penstock.engine.model.gguf.container import SUFFIX, is_gguf, read_header
@@ -196,5 +196,5 @@ def _fetch(hub_id: str, revision: str | None, argument: str) -> Path:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         # Except for a refusal, which names a wrong id, revision or token, the next attempt may succeed.
         is_refused = status is not None and status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS
-        kind = OperatorError if is_refused else MayPass
+        kind = OperatorError if is_refused else TransientError
         raise kind(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None

@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
-from penstock.app.errors import MayPass, OperatorError, suggestion
+from penstock.app.errors import OperatorError, TransientError, suggestion
 
 if TYPE_CHECKING:
     from penstock.app.settings import CommonSettings
 
 EXIT_USAGE = 2
-EXIT_MAY_PASS = os.EX_TEMPFAIL
+EXIT_TRANSIENT = os.EX_TEMPFAIL
 """For supervisors: another start may succeed, as it cannot after EXIT_USAGE."""
 EXIT_INTERRUPTED = 130
 """The exit status that shells use for a command ended by SIGINT."""
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OperatorError as error:
         message = " ".join(str(error).split())
         print(f"penstock: {message}", file=sys.stderr)
-        return EXIT_MAY_PASS if isinstance(error, MayPass) else EXIT_USAGE
+        return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USAGE
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -31,7 +31,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_CAPABILITY = (8, 0)
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 class Check:
     """One finding; `advice` says what to do about anything that is not ok."""
 
-    level: Level
+    level: Severity
     name: str
     text: str
     advice: str = ""
@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
     failed = False
     for check in checks(settings):
         print(check, flush=True)
-        failed |= check.level is Level.FAIL
+        failed |= check.level is Severity.FAIL
     return int(failed)
 
 
@@ -76,14 +76,14 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def check_python() -> Check:
-    return Check(Level.OK, "python", f"{platform.python_version()} at {sys.executable}")
+    return Check(Severity.OK, "python", f"{platform.python_version()} at {sys.executable}")
 
 
 def check_processor() -> Check:
     wanted = ("avx2", "f16c", "avx512f", "avx512_vnni", "amx_int8", "asimd")
     flags = [flag for flag in wanted if flag in _processor_flags()]
     text = f"{platform.machine()}, {num_cores()} cores, {' '.join(flags) or 'no vector units known'}"
-    return Check(Level.OK, "processor", text)
+    return Check(Severity.OK, "processor", text)
 
 
 def _processor_flags() -> set[str]:
@@ -97,8 +97,8 @@ def check_memory() -> Check:
     free = available_bytes()
     text = f"{free / _GIB:.1f} GiB available"
     if free < _GIB:
-        return Check(Level.WARN, "memory", text, "close something, or serve a small model")
-    return Check(Level.OK, "memory", text)
+        return Check(Severity.WARN, "memory", text, "close something, or serve a small model")
+    return Check(Severity.OK, "memory", text)
 
 
 def check_torch() -> Check:
@@ -106,9 +106,9 @@ def check_torch() -> Check:
         import torch
     except (ImportError, OSError) as error:
         return Check(
-            Level.FAIL, "torch", f"cannot be imported ({error})", "run make serve, or pip install -e ."
+            Severity.FAIL, "torch", f"cannot be imported ({error})", "run make serve, or pip install -e ."
         )
-    return Check(Level.OK, "torch", str(torch.__version__))
+    return Check(Severity.OK, "torch", str(torch.__version__))
 
 
 def check_gpu(settings: Settings) -> Check:
@@ -116,7 +116,7 @@ def check_gpu(settings: Settings) -> Check:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Check(Level.WARN, "gpu", f"unknown ({error})", "see torch")
+        return Check(Severity.WARN, "gpu", f"unknown ({error})", "see torch")
     if not torch.cuda.is_available():
         return _no_gpu(settings, f"torch {torch.__version__}")
     free, total = torch.cuda.mem_get_info()
@@ -126,35 +126,35 @@ def check_gpu(settings: Settings) -> Check:
         f"compute capability {capability[0]}.{capability[1]}, CUDA {torch.version.cuda}"
     )
     if capability < _OLDEST_CAPABILITY:
-        return Check(Level.WARN, "gpu", text, "our kernels need 8.0 or newer; try --device cpu")
+        return Check(Severity.WARN, "gpu", text, "our kernels need 8.0 or newer; try --device cpu")
     if importlib.util.find_spec("triton") is None:
-        return Check(Level.WARN, "gpu", f"{text}, no Triton: plain torch serves", "pip install triton")
+        return Check(Severity.WARN, "gpu", f"{text}, no Triton: plain torch serves", "pip install triton")
     if total - free > (1 - settings.gpu_memory_utilization) * total + _GIB:
         advice = f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} counts that too"
-        return Check(Level.WARN, "gpu", f"{text}, the rest is used by others", advice)
-    return Check(Level.OK, "gpu", text)
+        return Check(Severity.WARN, "gpu", f"{text}, the rest is used by others", advice)
+    return Check(Severity.OK, "gpu", text)
 
 
 def _no_gpu(settings: Settings, torch_version: str) -> Check:
     if settings.device == "cuda":
-        return Check(Level.FAIL, "gpu", f"--device cuda is asked for, and {torch_version} sees none")
+        return Check(Severity.FAIL, "gpu", f"--device cuda is asked for, and {torch_version} sees none")
     if _NVIDIA_DRIVER.exists():
         advice = "install torch for CUDA to use the card"
         return Check(
-            Level.WARN, "gpu", f"there is an NVIDIA driver, and {torch_version} sees no card", advice
+            Severity.WARN, "gpu", f"there is an NVIDIA driver, and {torch_version} sees no card", advice
         )
-    return Check(Level.OK, "gpu", "none, models run on the processor")
+    return Check(Severity.OK, "gpu", "none, models run on the processor")
 
 
 def check_compiler() -> Check:
     """Looks where the build of the native kernels does: at $CXX first."""
     try:
-        return Check(Level.OK, "compiler", shlex.join(find_compiler()))
+        return Check(Severity.OK, "compiler", shlex.join(find_compiler()))
     except NativeUnavailable as error:
         if _is_prebuilt():
-            return Check(Level.OK, "compiler", f"{error}; none is needed: the native kernels are prebuilt")
+            return Check(Severity.OK, "compiler", f"{error}; none is needed: the native kernels are prebuilt")
         advice = "install g++ to have the fast ones (Debian: apt-get install g++)"
-        return Check(Level.WARN, "compiler", f"{error}, native kernels cannot be built", advice)
+        return Check(Severity.WARN, "compiler", f"{error}, native kernels cannot be built", advice)
 
 
 def _is_prebuilt() -> bool:
@@ -167,15 +167,15 @@ def check_kernels() -> Check:
     try:
         from penstock.engine.kernels.cpu.native import load_library
     except (ImportError, OSError) as error:
-        return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
+        return Check(Severity.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
     said: list[str] = []
     try:
         library = load_library(said.append)
     except NativeUnavailable as error:
-        return Check(Level.WARN, "kernels", f"plain torch: {error}", "a C++ compiler makes them native")
+        return Check(Severity.WARN, "kernels", f"plain torch: {error}", "a C++ compiler makes them native")
     ignored = [line for line in said if "ignored" in line]
     text = ", ".join([f"native, {library.level}: {library.text}", *ignored, *_better_level()])
-    return Check(Level.WARN if ignored else Level.OK, "kernels", text)
+    return Check(Severity.WARN if ignored else Severity.OK, "kernels", text)
 
 
 def _better_level() -> list[str]:
@@ -186,11 +186,13 @@ def _better_level() -> list[str]:
 
 def check_model(settings: Settings) -> Check:
     if settings.model is not None and is_hub_id(settings.model):
-        return Check(Level.OK, "model", f"{settings.model} comes from the hub, unless it was fetched before")
+        return Check(
+            Severity.OK, "model", f"{settings.model} comes from the hub, unless it was fetched before"
+        )
     try:
-        return Check(Level.OK, "model", str(find_checkpoint(settings.model, settings.revision)))
+        return Check(Severity.OK, "model", str(find_checkpoint(settings.model, settings.revision)))
     except OperatorError as error:
-        return Check(Level.FAIL, "model", str(error))
+        return Check(Severity.FAIL, "model", str(error))
 
 
 def check_types(settings: EngineSettings) -> Iterator[Check]:
@@ -211,13 +213,13 @@ def check_types(settings: EngineSettings) -> Iterator[Check]:
         check_checkpoint(model.folder, options)
         sizes = estimate(model.config, options)
     except (OperatorError, CheckpointError) as error:
-        yield Check(Level.FAIL, "types", str(error))
+        yield Check(Severity.FAIL, "types", str(error))
         return
     text = (
         f"weights {settings.quantize or sizes.dtype}, {sizes.weights / _MIB:.1f} MiB; "
         f"KV cache {sizes.kv_dtype}, {sizes.kv_of_a_token / 1024:.2f} KiB a token"
     )
-    yield Check(Level.OK, "types", text)
+    yield Check(Severity.OK, "types", text)
 
 
 def check_promises(settings: EngineSettings) -> Iterator[Check]:
@@ -227,12 +229,12 @@ def check_promises(settings: EngineSettings) -> Iterator[Check]:
     with contextlib.suppress(OperatorError):  # the check of the model says it
         said = remembered(find_checkpoint(settings.model, settings.revision), settings)
         for promise in said or ["measured when the model is first served here"]:
-            yield Check(Level.OK, "promises", promise)
+            yield Check(Severity.OK, "promises", promise)
 
 
 def check_families() -> Check:
     """Lists the architectures that are served."""
-    return Check(Level.OK, "families", ", ".join(FAMILIES))
+    return Check(Severity.OK, "families", ", ".join(FAMILIES))
 
 
 def check_port(settings: Settings) -> Check:
@@ -241,12 +243,12 @@ def check_port(settings: Settings) -> Check:
         with bind(settings.host, settings.port) as listener:
             check_exposure(listener, settings)
     except OperatorError as error:
-        return Check(Level.FAIL, "port", str(error))
-    return Check(Level.OK, "port", f"{settings.host}:{settings.port} is free")
+        return Check(Severity.FAIL, "port", str(error))
+    return Check(Severity.OK, "port", f"{settings.host}:{settings.port} is free")
 
 
 def check_bench() -> Check:
     if importlib.util.find_spec("transformers") is None:
         advice = "pip install 'penstock[bench]' for transformers' generate as a baseline"
-        return Check(Level.OK, "bench", f"penstock bench is there; {advice}")
-    return Check(Level.OK, "bench", "transformers is there for penstock bench")
+        return Check(Severity.OK, "bench", f"penstock bench is there; {advice}")
+    return Check(Severity.OK, "bench", "transformers is there for penstock bench")

@@ -13,7 +13,7 @@ class OperatorError(Exception):
     """An error that the operator has to fix: a setting, a path, a port. Its message is one line that names it."""
 
 
-class MayPass(OperatorError):
+class TransientError(OperatorError):
     """A failure that another start may not meet: the hub is out of reach, a port or a GPU's memory is still held."""
 
 
@@ -21,7 +21,7 @@ def load_error(error: BaseException, folder: Path) -> OperatorError:
     """The error that ends the process when the model could not be loaded."""
     # What the driver refuses may be because of another process, such as a predecessor that is still ending.
     from_driver = isinstance(error, RuntimeError) and "CUDA" in str(error)
-    kind = MayPass if from_driver or isinstance(error, MemoryHeld) else OperatorError
+    kind = TransientError if from_driver or isinstance(error, MemoryHeld) else OperatorError
     return kind(describe_failure(error, folder))
 
 

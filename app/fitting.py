@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.app.build import load_options
 from penstock.app.checkpoint import DEMO_NAME, asked_for, find_checkpoint, is_hub_id
-from penstock.app.doctor import Level, check_compiler
+from penstock.app.doctor import Severity, check_compiler
 from penstock.app.errors import OperatorError
 from penstock.app.hub import fetched_before, look_at
 from penstock.app.settings import Settings, choices, flag
@@ -119,7 +119,7 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
     try:
         subject = examine(asked_for(model), settings.revision, options)
         limits = budget(choose_device(options.device), options)
-        has_native = check_compiler().level is Level.OK
+        has_native = check_compiler().level is Severity.OK
         fitting = Fitting(subject.config, limits, has_native, subject.prediction)
         tried = fitting.cases(ladder(options, subject.config)) or [fitting.case(options)]
     except CheckpointError as error:

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 from typing import TypedDict
 
-from penstock.app.errors import MayPass, OperatorError
+from penstock.app.errors import OperatorError, TransientError
 from penstock.app.log import log
 from penstock.app.settings import FrontSettings
 
@@ -34,7 +34,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        kind = MayPass if error.errno == errno.EADDRINUSE else OperatorError
+        kind = TransientError if error.errno == errno.EADDRINUSE else OperatorError
         raise kind(_reason(host, port, flag, error)) from None
     listener.setblocking(False)
     return listener

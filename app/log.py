@@ -71,19 +71,19 @@ def said_if_slow(text: str, *values: object) -> Iterator[None]:
         timer.cancel()
 
 
-def progress(title: str) -> AbstractContextManager[Callable[[float], None]]:
+def progress_bar(title: str) -> AbstractContextManager[Callable[[float], None]]:
     """Returns a function that takes the fraction done: a bar on a terminal, a line every few seconds elsewhere."""
     return _shown(title, None, lambda fraction: f"{fraction * 100:.0f} %")
 
 
 def counter(title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Like `progress`, but the function takes the number of finished requests, out of `total`."""
+    """Like `progress_bar`, but the function takes the number of finished requests, out of `total`."""
     return _shown(title, total, lambda done: f"{done:,} of {total:,} requests")
 
 
 @contextmanager
 def silent(title: str, total: int = 0) -> Iterator[Callable[[float], None]]:  # noqa: ARG001
-    """In place of `progress` and `counter`, shows nothing."""
+    """In place of `progress_bar` and `counter`, shows nothing."""
     yield lambda _: None
 
 

@@ -18,7 +18,7 @@ from penstock.app.calibration import PIECE_TOKENS, make_texts
 from penstock.app.checkpoint import DEMO_NAME, asked_for, find_checkpoint
 from penstock.app.cli import EXIT_INTERRUPTED
 from penstock.app.errors import OperatorError
-from penstock.app.log import configure_log, progress
+from penstock.app.log import configure_log, progress_bar
 from penstock.engine.config import GROUP_SIZES, ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.parse import read_config
@@ -120,7 +120,7 @@ def _quantize(options: argparse.Namespace) -> None:
         folder, config, options.calibration, options.calibration_tokens, is_needed=scheme.method != "rtn"
     )
     _say_scheme(scheme, config, texts, str(device))
-    with _beside(out) as made, progress("quantizing") as show:
+    with _beside(out) as made, progress_bar("quantizing") as show:
         try:
             outcome = quantize(folder, made / "model.safetensors", scheme, texts, device, show)
             _write_config(folder, made, scheme, config)

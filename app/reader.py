@@ -1,6 +1,6 @@
 """The reader of streamed answers, which the bench, locust's users and the replay of traces all share.
 
-While a stream runs, a Recording only notes which bytes came, and when, for the reader shares the cores with the server
+While a stream runs, TimedBytes only note which bytes came, and when, for the reader shares the cores with the server
 that it measures. The bytes are parsed afterwards: chat and text completions, and the events of `/v1/responses`.
 """
 
@@ -21,7 +21,7 @@ _LAST_EVENTS = ("response.completed", "response.incomplete")
 
 
 @dataclass(slots=True)
-class Recording:
+class TimedBytes:
     """The bytes of one answer, and the time of each piece, on the clock of `perf_counter`."""
 
     started_s: float = 0.0
@@ -46,7 +46,7 @@ class Recording:
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """The outcome of one request; times are seconds on one clock of the client."""
 
     started_s: float
@@ -117,7 +117,7 @@ def body_pieces(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         start = piece_end + 2
 
 
-def _plain_pieces(recording: Recording, start: int) -> Iterator[tuple[bytes, int]]:
+def _plain_pieces(recording: TimedBytes, start: int) -> Iterator[tuple[bytes, int]]:
     """The pieces of a body that ends with its connection, as they came."""
     for offset in recording.offsets:
         yield bytes(recording.data[start:offset]), offset
@@ -135,7 +135,7 @@ def frames(pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
                 yield b"\n".join(lines), offset
 
 
-def read_answer(recording: Recording, after_event: int = -1) -> Answer:
+def read_answer(recording: TimedBytes, after_event: int = -1) -> TimedAnswer:
     """Reads the recorded bytes.
 
     Args:
@@ -143,7 +143,7 @@ def read_answer(recording: Recording, after_event: int = -1) -> Answer:
     """
     data = bytes(recording.data)
     ended_s = recording.times_s[-1] if recording.times_s else time.perf_counter()
-    answer = Answer(recording.started_s, ended_s, last_event=after_event)
+    answer = TimedAnswer(recording.started_s, ended_s, last_event=after_event)
     head, _, body = data.partition(b"\r\n\r\n")
     answer.status = int(head[9:12]) if head[9:12].isdigit() else 0
     if not head.startswith(b"HTTP/1.1 200 "):
@@ -169,7 +169,7 @@ def read_answer(recording: Recording, after_event: int = -1) -> Answer:
     return answer
 
 
-def read_json(recording: Recording) -> Any:
+def read_json(recording: TimedBytes) -> Any:
     """The body of an answer that is not streamed; None if it is not whole."""
     head, _, body = bytes(recording.data).partition(b"\r\n\r\n")
     try:
@@ -178,7 +178,7 @@ def read_json(recording: Recording) -> Any:
         return None
 
 
-def _read_whole(recording: Recording, answer: Answer) -> None:
+def _read_whole(recording: TimedBytes, answer: TimedAnswer) -> None:
     """A reply that was not streamed."""
     found = read_json(recording)
     if found is None:
@@ -190,7 +190,7 @@ def _read_whole(recording: Recording, answer: Answer) -> None:
         answer.error = json.dumps(found["error"])
 
 
-def _read_frame(frame: dict[str, Any], time_s: float, answer: Answer) -> None:
+def _read_frame(frame: dict[str, Any], time_s: float, answer: TimedAnswer) -> None:
     if frame.get("error"):
         answer.error = json.dumps(frame["error"])
     if "sequence_number" in frame:
@@ -204,7 +204,7 @@ def _read_frame(frame: dict[str, Any], time_s: float, answer: Answer) -> None:
             answer.token_times_s.append(time_s)
 
 
-def _read_event(event: dict[str, Any], time_s: float, answer: Answer) -> None:
+def _read_event(event: dict[str, Any], time_s: float, answer: TimedAnswer) -> None:
     kind, number = event["type"], event["sequence_number"]
     if kind == "error":  # under the number of the event before: the reader goes on after it
         answer.error = json.dumps(event)
@@ -222,7 +222,7 @@ def _read_event(event: dict[str, Any], time_s: float, answer: Answer) -> None:
             answer.error = json.dumps(response["error"])
 
 
-def _read_totals(frame: dict[str, Any], answer: Answer) -> None:
+def _read_totals(frame: dict[str, Any], answer: TimedAnswer) -> None:
     if timings := frame.get("timings"):
         answer.drafts = timings.get("drafts") or {}
         if "queue_ms" in timings:

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.app.doctor import Check, Level
+from penstock.app.doctor import Check, Severity
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer, Recording, read_answer
+from penstock.app.reader import TimedAnswer, TimedBytes, read_answer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _PATIENCE_S = 60.0
@@ -28,7 +28,7 @@ def run(url: str) -> int:
     failed = False
     for check in checks(url):
         print(check, flush=True)
-        failed |= check.level is Level.FAIL
+        failed |= check.level is Severity.FAIL
     return int(failed)
 
 
@@ -44,11 +44,14 @@ def checks(url: str) -> Iterator[Check]:
         status, text = _get(url, "/health")
     except ssl.SSLCertVerificationError as error:
         advice = "for a certificate of your own authority, name the authority's in SSL_CERT_FILE"
-        yield Check(Level.FAIL, "server", f"{url} is not trusted: {error.verify_message}", advice)
+        yield Check(Severity.FAIL, "server", f"{url} is not trusted: {error.verify_message}", advice)
         return
     except (OSError, http.client.HTTPException) as error:
         yield Check(
-            Level.FAIL, "server", f"{url} does not answer: {error}", "is it running, and is the port right?"
+            Severity.FAIL,
+            "server",
+            f"{url} does not answer: {error}",
+            "is it running, and is the port right?",
         )
         return
     yield _state("health", status, text, "the step loop makes no progress: its log says why; start it again")
@@ -60,7 +63,7 @@ def checks(url: str) -> Iterator[Check]:
         yield from check_metrics(sums_of(text))
     else:
         yield Check(
-            Level.WARN,
+            Severity.WARN,
             "metrics",
             f"HTTP {status}",
             "a proxy may hide them; ask the server itself",
@@ -73,7 +76,7 @@ def check_metrics(sums: _Sums) -> Iterator[Check]:
     kept, broken = (sums.get(f"penstock_promises_total {word}", 0.0) for word in ("kept", "broken"))
     if kept + broken:
         share = kept / (kept + broken)
-        level = Level.OK if share >= 0.95 else Level.WARN
+        level = Severity.OK if share >= 0.95 else Severity.WARN
         yield Check(
             level,
             "promises",
@@ -83,23 +86,26 @@ def check_metrics(sums: _Sums) -> Iterator[Check]:
     let_in, refused = (sums.get(f"penstock_admissions_total {word}", 0.0) for word in ("admitted", "refused"))
     if let_in + refused:
         share = refused / (let_in + refused)
-        level = Level.OK if share <= 0.05 else Level.WARN
+        level = Severity.OK if share <= 0.05 else Severity.WARN
         advice = "" if share <= 0.05 else "more load than the promise allows"
         yield Check(level, "refused", f"{share:.1%} of {let_in + refused:.0f} requests", advice)
     usage, preemptions = sums.get("penstock_kv_usage_ratio", 0.0), sums.get("penstock_preemptions_total", 0.0)
     short = usage > 0.95 and preemptions > 0
     text = f"{usage:.0%} in use; sequences gave way {preemptions:.0f} times"
     yield Check(
-        Level.WARN if short else Level.OK, "kv", text, "more --kv-memory, or --kv-dtype int8" if short else ""
+        Severity.WARN if short else Severity.OK,
+        "kv",
+        text,
+        "more --kv-memory, or --kv-dtype int8" if short else "",
     )
     if "penstock_store_up" in sums:
         up = bool(sums["penstock_store_up"])
         failures = sums.get("penstock_store_failures_total", 0.0)
         text = f"{'up' if up else 'Redis does not answer, memory stands in'}; {failures:.0f} calls failed"
         advice = "" if up else "docs/guide/deploy.md, Redis is slow or gone"
-        yield Check(Level.OK if up else Level.WARN, "store", text, advice)
+        yield Check(Severity.OK if up else Severity.WARN, "store", text, advice)
     if failures := sums.get("penstock_failed_steps_total", 0.0):
-        yield Check(Level.WARN, "steps", f"{failures:.0f} failed", "the log says why")
+        yield Check(Severity.WARN, "steps", f"{failures:.0f} failed", "the log says why")
 
 
 def check_stream(url: str) -> Check:
@@ -107,10 +113,10 @@ def check_stream(url: str) -> Check:
     status, text = _get(url, "/v1/models")
     if status == 401:
         return Check(
-            Level.WARN, "stream", "not tried: the server wants a key", f"put one into {KEY_VARIABLE}"
+            Severity.WARN, "stream", "not tried: the server wants a key", f"put one into {KEY_VARIABLE}"
         )
     if status != 200:
-        return Check(Level.FAIL, "stream", f"/v1/models: HTTP {status}")
+        return Check(Severity.FAIL, "stream", f"/v1/models: HTTP {status}")
     body = {
         "model": json.loads(text)["data"][0]["id"],
         "prompt": "Once upon a time",
@@ -121,16 +127,19 @@ def check_stream(url: str) -> Check:
     }
     answer = _stream(url, body)
     if answer.was_refused:
-        return Check(Level.WARN, "stream", f"refused with {answer.status}: there is no room now")
+        return Check(Severity.WARN, "stream", f"refused with {answer.status}: there is no room now")
     if answer.error:
-        return Check(Level.FAIL, "stream", answer.error)
+        return Check(Severity.FAIL, "stream", answer.error)
     num_pieces = len(set(answer.token_times_s))
     said = f"first token after {1000 * answer.ttft_s:.0f} ms, {answer.num_output_tokens} tokens in {num_pieces} pieces"
     if num_pieces == 1:
         return Check(
-            Level.WARN, "stream", said, "something on the way buffers: docs/guide/deploy.md, Behind a proxy"
+            Severity.WARN,
+            "stream",
+            said,
+            "something on the way buffers: docs/guide/deploy.md, Behind a proxy",
         )
-    return Check(Level.OK, "stream", said)
+    return Check(Severity.OK, "stream", said)
 
 
 def _state(name: str, status: int, text: str, advice: str) -> Check:
@@ -138,9 +147,9 @@ def _state(name: str, status: int, text: str, advice: str) -> Check:
         word = json.loads(text)["status"]
     except (ValueError, KeyError, TypeError):
         return Check(
-            Level.FAIL, name, f"HTTP {status}, and not what Penstock says", "is it a Penstock at all?"
+            Severity.FAIL, name, f"HTTP {status}, and not what Penstock says", "is it a Penstock at all?"
         )
-    return Check(Level.OK if status == 200 else Level.FAIL, name, word, "" if status == 200 else advice)
+    return Check(Severity.OK if status == 200 else Severity.FAIL, name, word, "" if status == 200 else advice)
 
 
 def sums_of(text: str) -> dict[str, float]:
@@ -174,8 +183,8 @@ def _get(url: str, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def _stream(url: str, body: object) -> Answer:
-    connection, recording = connect(url), Recording(time.perf_counter())
+def _stream(url: str, body: object) -> TimedAnswer:
+    connection, recording = connect(url), TimedBytes(time.perf_counter())
     try:
         payload = json.dumps(body)
         headers = {**key_headers(), "content-type": "application/json"}
@@ -188,7 +197,7 @@ def _stream(url: str, body: object) -> Answer:
         while piece := reply.read1():
             recording.note(piece)
     except (OSError, http.client.HTTPException) as error:
-        return Answer(recording.started_s, time.perf_counter(), error=f"the stream broke: {error}")
+        return TimedAnswer(recording.started_s, time.perf_counter(), error=f"the stream broke: {error}")
     finally:
         connection.close()
     return read_answer(recording)

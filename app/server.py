@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import NoReturn
 
-from penstock.app.build import Parts, build
+from penstock.app.build import ServerParts, build
 from penstock.app.errors import load_error
 from penstock.app.keys import weights_of
 from penstock.app.listen import Certificate, bind, certificate_of, check_exposure, is_loopback, port_of, url
@@ -82,7 +82,7 @@ class _Process:
         self,
         settings: Settings,
         certificate: Certificate,
-        parts: Parts,
+        parts: ServerParts,
         listener: socket.socket,
         metrics_listener: socket.socket | None,
         started_s: float,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.app.errors import MayPass, OperatorError
+from penstock.app.errors import OperatorError, TransientError
 from penstock.app.remote import KEY_VARIABLE, checked, connect, key_headers
 from penstock.app.tables import number, percent, table
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
             print(clear + screen(url, server, data), end="\n" if clear else "\n\n", flush=True)
             if options.once:
                 return 0
-    raise MayPass(f"{url} ended the connection")
+    raise TransientError(f"{url} ended the connection")
 
 
 def screen(url: str, server: Mapping[str, Any], tenants: Mapping[str, Any]) -> str:
@@ -101,6 +101,6 @@ def _events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
             elif name == "data":
                 yield kind, json.loads(value)
     except (OSError, http.client.HTTPException) as error:
-        raise MayPass(f"{url} does not answer: {error}") from None
+        raise TransientError(f"{url} does not answer: {error}") from None
     finally:
         connection.close()

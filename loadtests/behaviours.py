@@ -9,7 +9,7 @@ import random
 import time
 
 from loadtests.exchange import Server
-from penstock.app.reader import Answer, Recording, read_answer, read_json
+from penstock.app.reader import TimedAnswer, TimedBytes, read_answer, read_json
 
 Body = dict[str, object]
 
@@ -29,15 +29,15 @@ def long_prompt() -> str:
     return _INTRODUCTION + random.choice(_TOPICS)
 
 
-def complete(server: Server, body: Body) -> Answer:
+def complete(server: Server, body: Body) -> TimedAnswer:
     return server.answer("POST", "/v1/completions", body | _USAGE)
 
 
-def respond(server: Server, body: Body) -> Answer:
+def respond(server: Server, body: Body) -> TimedAnswer:
     return server.answer("POST", "/v1/responses", body)
 
 
-def poll(server: Server, body: Body) -> Answer:
+def poll(server: Server, body: Body) -> TimedAnswer:
     """A background response, looked for now and then; it has no first token that anybody sees."""
     recording = server.exchange("POST", "/v1/responses", body | {"background": True, "stream": False})
     while (found := read_json(recording)) and found["status"] in ("queued", "in_progress"):
@@ -46,19 +46,19 @@ def poll(server: Server, body: Body) -> Answer:
     return read_answer(recording)
 
 
-def leave(server: Server, body: Body, after_s: float) -> Answer:
+def leave(server: Server, body: Body, after_s: float) -> TimedAnswer:
     """Goes away, before the first token or in the middle."""
 
-    def stays(recording: Recording) -> bool:
+    def stays(recording: TimedBytes) -> bool:
         return time.perf_counter() - recording.started_s < after_s
 
     return read_answer(server.exchange("POST", "/v1/chat/completions", body | _USAGE, patience=stays))
 
 
-def dawdle(server: Server, body: Body) -> Answer:
+def dawdle(server: Server, body: Body) -> TimedAnswer:
     """Reads a little at a time."""
 
-    def looks_away(_: Recording) -> bool:
+    def looks_away(_: TimedBytes) -> bool:
         time.sleep(_PIECE_S)
         return True
 
@@ -69,7 +69,7 @@ def dawdle(server: Server, body: Body) -> Answer:
     )
 
 
-def resume(server: Server, body: Body, after_bytes: int, patience_s: float = 0.0) -> Answer:
+def resume(server: Server, body: Body, after_bytes: int, patience_s: float = 0.0) -> TimedAnswer:
     """Loses the connection after so many bytes, but not before it has the id, and goes on after the last event.
 
     Args:
@@ -77,7 +77,7 @@ def resume(server: Server, body: Body, after_bytes: int, patience_s: float = 0.0
     """
     resumable = body | {"stream_options": {"resumable": True}}
 
-    def reads_on(recording: Recording) -> bool:
+    def reads_on(recording: TimedBytes) -> bool:
         return len(recording.data) < after_bytes or b"response.in_progress" not in recording.data
 
     first = read_answer(server.exchange("POST", "/v1/responses", resumable, patience=reads_on))

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from penstock.app.reader import Answer, Recording, read_answer, request_bytes
+from penstock.app.reader import TimedAnswer, TimedBytes, read_answer, request_bytes
 
 STALL_S = 60.0
 """A server that is silent for so long has failed; it promises a sign of life every few seconds."""
 
-Patience = Callable[[Recording], bool]
+Patience = Callable[[TimedBytes], bool]
 """Looks at what came so far, may wait, and says whether to read on."""
 
 
@@ -33,7 +33,7 @@ class Server:
         *,
         patience: Patience = lambda _: True,
         piece_bytes: int = 65_536,
-    ) -> Recording:
+    ) -> TimedBytes:
         """Sends a request and notes the answer until its end, or until patience does.
 
         Raises:
@@ -42,7 +42,7 @@ class Server:
         address = urlsplit(self.url)
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         request = request_bytes(method, path, address.netloc, body, headers)
-        recording = Recording(time.perf_counter())
+        recording = TimedBytes(time.perf_counter())
         with socket.create_connection((address.hostname, address.port), STALL_S) as connection:
             connection.sendall(request)
             while data := connection.recv(piece_bytes):
@@ -51,7 +51,7 @@ class Server:
                     break
         return recording
 
-    def answer(self, method: str, path: str, body: object = None, *, after_event: int = -1) -> Answer:
+    def answer(self, method: str, path: str, body: object = None, *, after_event: int = -1) -> TimedAnswer:
         """Reads the answer of an exchange; whatever goes wrong is in it."""
         started_s = time.perf_counter()
         try:
@@ -60,6 +60,6 @@ class Server:
             return failed(started_s, error)
 
 
-def failed(started_s: float, error: Exception) -> Answer:
+def failed(started_s: float, error: Exception) -> TimedAnswer:
     """The answer that did not come, or made no sense."""
-    return Answer(started_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")
+    return TimedAnswer(started_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")

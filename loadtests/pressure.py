@@ -25,7 +25,7 @@ from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.bench.statistics import percentile
 from penstock.app.errors import OperatorError
 from penstock.app.outputs import check_output, write_figures
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.app.tables import number, table
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.simulator.result import Served
@@ -103,7 +103,7 @@ def _measure(subject: Subject, arrivals: list[Arrival], *, has_drafts: bool) -> 
     return {"drafts": has_drafts, "machine": machine, **found}
 
 
-def figures(arrivals: list[Arrival], answers: list[Answer]) -> dict[str, object]:
+def figures(arrivals: list[Arrival], answers: list[TimedAnswer]) -> dict[str, object]:
     """The ratios of real over forecast time, and what became of the requests."""
     since_s = _LEARNING * arrivals[-1].at_s
     told = [a for arrival, a in zip(arrivals, answers, strict=True) if arrival.at_s >= since_s]

@@ -29,7 +29,7 @@ from loadtests import replicas as sessions
 from loadtests.local_ray import LocalRay
 from penstock.app.bench.client import exchange
 from penstock.app.listen import bind, port_of
-from penstock.app.reader import Recording, read_answer
+from penstock.app.reader import TimedBytes, read_answer
 
 COMMAND_S = 300.0
 _ANSWER_S = 120.0
@@ -134,7 +134,7 @@ async def ask(
         **more,
     }
 
-    def watch(recording: Recording) -> None:
+    def watch(recording: TimedBytes) -> None:
         nonlocal has_begun
         if not has_begun and read_answer(recording).text:
             has_begun = True

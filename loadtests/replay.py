@@ -15,8 +15,8 @@ from loadtests.keys import key_file
 from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import run_module
-from penstock.app.bench.other_server import OtherServer
-from penstock.app.bench.replay import Server, compare, print_comparison, print_groups, print_promises, serve
+from penstock.app.bench.other_server import AnyServer, OtherServer
+from penstock.app.bench.replay import compare, print_comparison, print_groups, print_promises, serve
 from penstock.app.bench.runs import Subject, read_subject
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.bench.workloads import Workload
@@ -99,7 +99,7 @@ def _server(subject: Subject, keys: str) -> Iterator[ServerProcess]:
         raise OperatorError(f"the server did not start: {error}") from None
 
 
-def _warm(server: Server, subject: Subject, key: str) -> None:
+def _warm(server: AnyServer, subject: Subject, key: str) -> None:
     """The server sees steps of many kinds, so that it knows how long they take."""
     workload = Workload(name="", streams=8, prompt_tokens=200, output_tokens=64, rounds=2)
     bodies = workload.bodies("bench", subject.token_ids, subject.seeds())

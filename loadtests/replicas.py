@@ -20,7 +20,7 @@ from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import summarise
 from penstock.app.listen import bind, port_of
 from penstock.app.loop import Server, uvicorn_config
-from penstock.app.reader import Answer, read_answer
+from penstock.app.reader import TimedAnswer, read_answer
 from penstock.app.settings import Settings
 from penstock.app.switch import make_switch
 from penstock.cluster.members import parse_address
@@ -46,11 +46,11 @@ class Load:
     served_as: str = _SERVED_AS
 
 
-async def session(base_url: str, number: int, load: Load, salt: str) -> list[Answer]:
+async def session(base_url: str, number: int, load: Load, salt: str) -> list[TimedAnswer]:
     """One conversation, until a turn fails; `salt` keeps what earlier runs cached out of it."""
     address = urlsplit(base_url)
     messages = [{"role": "system", "content": _INSTRUCTIONS}]
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     for turn in range(load.num_turns):
         said = "".join(_SAID.format(f"{number}.{turn}.{i}") for i in range(load.num_sentences))
         messages.append({"role": "user", "content": f"{said}Tell me about knight {number}, part {turn}."})
@@ -75,7 +75,7 @@ async def run(base_url: str, load: Load) -> str:
     """All sessions, a few at a time, and what they came to."""
     salt, limit = secrets.token_hex(4), asyncio.Semaphore(_AT_ONCE)
 
-    async def one(number: int) -> list[Answer]:
+    async def one(number: int) -> list[TimedAnswer]:
         async with limit:
             return await session(base_url, number, load, salt)
 

@@ -30,7 +30,7 @@ from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, pol
 from loadtests.exchange import Server, failed
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer, request_bytes
+from penstock.app.reader import TimedAnswer, request_bytes
 from penstock.app.remote import sums_of
 from penstock.app.tables import table
 
@@ -148,14 +148,14 @@ class Clients:
                 answer = failed(began_s, error)
             self._note(name, answer, began_s)
 
-    def _note(self, name: str, answer: Answer, began_s: float) -> None:
+    def _note(self, name: str, answer: TimedAnswer, began_s: float) -> None:
         ending = self._ending(name, answer, began_s)
         with self._lock:
             self.endings[name, ending] += 1
             if ending == "failed":
                 self.failures.append(f"{name}: HTTP {answer.status}, {answer.error}")
 
-    def _ending(self, name: str, answer: Answer, began_s: float) -> str:
+    def _ending(self, name: str, answer: TimedAnswer, began_s: float) -> str:
         is_cut = self._target.was_down(began_s, time.perf_counter())
         if name == "resume" and answer.error and answer.last_event >= 0:
             return "failed"  # a client that has its id and an event goes on, in the next process if it must
@@ -174,18 +174,18 @@ def _chat(**fields: object) -> Body:
     return _body(messages=[{"role": "user", "content": question()}], **fields)
 
 
-def _talk(server: Server, source: random.Random) -> Answer:
+def _talk(server: Server, source: random.Random) -> TimedAnswer:
     """Two turns, the second upon the first."""
     body = _body(input=question(), max_output_tokens=source.randint(8, 48), service_tier="priority")
     first = respond(server, body)
     return first if first.error else respond(server, body | {"previous_response_id": first.id})
 
 
-def _nonsense(server: Server, source: random.Random) -> Answer:
+def _nonsense(server: Server, source: random.Random) -> TimedAnswer:
     return server.answer(*source.choice(NONSENSE))
 
 
-BEHAVIOURS: dict[str, Callable[[Server, random.Random], Answer]] = {
+BEHAVIOURS: dict[str, Callable[[Server, random.Random], TimedAnswer]] = {
     "talk": _talk,
     "complete": lambda server, _: complete(
         server, _body(prompt=long_prompt(), max_tokens=96, service_tier="flex")

@@ -19,7 +19,7 @@ from locust import User, between, task
 
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.gateway.wire.lanes import tier_of
 from penstock.priority.lanes import parse_lane
 
@@ -43,7 +43,7 @@ def read_tenants(text: str) -> dict[str, str]:
     return tenants
 
 
-def times_s(answer: Answer) -> Iterator[tuple[str, float]]:
+def times_s(answer: TimedAnswer) -> Iterator[tuple[str, float]]:
     """The times of an answer that came whole, each with the name of its row in locust's tables."""
     if answer.token_times_s:
         yield "ttft", answer.ttft_s
@@ -74,7 +74,7 @@ class PenstockUser(User):
     def chat(self, **fields: object) -> Body:
         return self.body(messages=[{"role": "user", "content": question()}], **fields)
 
-    def report(self, due_s: float, ask: Callable[[], Answer], *, was_left: bool = False) -> Answer:
+    def report(self, due_s: float, ask: Callable[[], TimedAnswer], *, was_left: bool = False) -> TimedAnswer:
         """Asks, and tells locust the times of the answer, which count from `due_s`, when it was to be sent.
 
         Args:
@@ -99,7 +99,7 @@ class PenstockUser(User):
                 self._fire(name, answer, seconds)
         return answer
 
-    def _fire(self, what: str, answer: Answer, seconds: float, error: Exception | None = None) -> None:
+    def _fire(self, what: str, answer: TimedAnswer, seconds: float, error: Exception | None = None) -> None:
         """A row for each kind of time, user, lane and tenant; the server's word on the lane goes before ours."""
         self.environment.events.request.fire(
             request_type=what,

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from penstock.app.bench.job import Run
-from penstock.app.reader import Answer, Recording, read_answer, request_bytes
+from penstock.app.bench.job import ModuleRunner
+from penstock.app.reader import TimedAnswer, TimedBytes, read_answer, request_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class Job:
         return replace(self, bodies=self.bodies[own], starts_s=starts_s, keys=keys)
 
 
-def ask(run: Run, job: Job, num_processes: int = 1) -> list[Answer]:
+def ask(run: ModuleRunner, job: Job, num_processes: int = 1) -> list[TimedAnswer]:
     """Sends all requests of a job, from so many processes of its own among which the streams are shared out."""
     shares = [asdict(job.share(number, num_processes)) for number in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as pool:
         results = list(pool.map(lambda share: run("penstock.app.bench.client", share)["answers"], shares))
     answers = []
     for number, result in enumerate(results):
-        answers += [Answer(**one | {"stream": one["stream"] * num_processes + number}) for one in result]
+        answers += [TimedAnswer(**one | {"stream": one["stream"] * num_processes + number}) for one in result]
     return sorted(answers, key=lambda answer: answer.stream)
 
 
 class _Recorder(asyncio.Protocol):
     """Sends one request and notes what comes back, and when."""
 
-    def __init__(self, request: bytes, watch: Callable[[Recording], object]) -> None:
-        self.recording = Recording()
+    def __init__(self, request: bytes, watch: Callable[[TimedBytes], object]) -> None:
+        self.recording = TimedBytes()
         self.done = asyncio.get_running_loop().create_future()
         self._request = request
         self._watch = watch
@@ -84,8 +84,8 @@ async def exchange(
     path: str,
     body: object,
     key: str = "",
-    watch: Callable[[Recording], object] = lambda _: None,
-) -> Recording:
+    watch: Callable[[TimedBytes], object] = lambda _: None,
+) -> TimedBytes:
     """Posts one request and notes the answer until its end; `watch` sees what came so far with every piece.
 
     Raises:
@@ -99,9 +99,9 @@ async def exchange(
     return recorder.recording
 
 
-async def _run_stream(job: Job, number: int, began_s: float) -> list[Recording]:
+async def _run_stream(job: Job, number: int, began_s: float) -> list[TimedBytes]:
     loop = asyncio.get_running_loop()
-    recordings: list[Recording] = []
+    recordings: list[TimedBytes] = []
     if job.starts_s is not None:
         await asyncio.sleep(began_s + job.starts_s[number] - loop.time())
     for body in job.bodies[number]:
@@ -112,7 +112,7 @@ async def _run_stream(job: Job, number: int, began_s: float) -> list[Recording]:
     return recordings
 
 
-async def run_job(job: Job) -> list[Answer]:
+async def run_job(job: Job) -> list[TimedAnswer]:
     """All streams at once; the answers in the order of the streams."""
     began_s = asyncio.get_running_loop().time()
     streams = await asyncio.gather(*(_run_stream(job, number, began_s) for number in range(len(job.bodies))))

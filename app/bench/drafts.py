@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from penstock.app.bench.report import print_failures, print_machine
-from penstock.app.bench.statistics import Figures
+from penstock.app.bench.statistics import StreamFigures
 from penstock.app.bench.workloads import Workload
 from penstock.app.tables import number, table
 
@@ -24,7 +24,7 @@ _CLEAR = 0.03
 _KEYS = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 
 Row = dict[str, Any]
-Ask = Callable[[Workload], tuple[Figures, Figures]]
+WorkloadRunner = Callable[[Workload], tuple[StreamFigures, StreamFigures]]
 """Sends one workload, the same prompts, to both servers: the figures with drafts, and those without."""
 
 
@@ -35,12 +35,12 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Comparison:
     """The turns of one workload."""
 
     workload: str
-    drafted: Sequence[Figures]
-    plain: Sequence[Figures]
+    drafted: Sequence[StreamFigures]
+    plain: Sequence[StreamFigures]
 
     @property
     def ratios(self) -> list[float]:
@@ -68,7 +68,7 @@ class Compared:
         }
 
 
-def _medians(turns: Sequence[Figures]) -> Row:
+def _medians(turns: Sequence[StreamFigures]) -> Row:
     """Returns the medians of the figures, and the sums of the failures."""
     found: Row = {key: median(getattr(figures, key) for figures in turns) for key in _KEYS}
     found["requests"] = sum(figures.requests for figures in turns)
@@ -78,13 +78,13 @@ def _medians(turns: Sequence[Figures]) -> Row:
     return found
 
 
-def compare(workloads: Sequence[Workload], ask: Ask, num_turns: int) -> list[Row]:
+def compare(workloads: Sequence[Workload], ask: WorkloadRunner, num_turns: int) -> list[Row]:
     """All workloads in turns; the figures of each."""
     rows = []
     for workload in workloads:
         turns = [ask(replace(workload, service_tier=SERVICE_TIER)) for _ in range(num_turns)]
         drafted, plain = zip(*turns, strict=True)
-        rows.append(Compared(workload.name, drafted, plain).row())
+        rows.append(Comparison(workload.name, drafted, plain).row())
     return rows
 
 

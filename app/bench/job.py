@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.app.errors import OperatorError
 
-Run = Callable[[str, object], Any]
+ModuleRunner = Callable[[str, object], Any]
 """Calls `measure` of a module, which is named as it is imported: the arguments as a mapping, and what it returns."""
 
 

@@ -22,12 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
+from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.report import print_failures
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import percentile, summarise
 from penstock.app.bench.workloads import completion, story_question
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.app.tables import number, table
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 
@@ -48,7 +48,7 @@ class Ladder:
     """The rungs for one model."""
 
     start: Start
-    run_module: Run
+    run_module: ModuleRunner
     encode: Callable[[str], list[int]] | None
     """Text to tokens of a model that tells stories; None for random weights, to which all text is the same."""
     token_ids: Sequence[int]
@@ -106,7 +106,7 @@ class Ladder:
         answers = self._ask(server, users, 100 + users, shared=shared)
         return sum(map(is_kept, answers)) / users
 
-    def _ask(self, server: ServerProcess, users: int, seed: int, *, shared: bool) -> list[Answer]:
+    def _ask(self, server: ServerProcess, users: int, seed: int, *, shared: bool) -> list[TimedAnswer]:
         prompts = self._prompts(users, seed, shared=shared)
         bodies = [[completion("bench", prompt, OUTPUT_TOKENS)] for prompt in prompts]
         job = Job(server.host, server.port, "/v1/completions", bodies)
@@ -130,7 +130,7 @@ class Ladder:
         return words[:length]
 
 
-def is_kept(answer: Answer) -> bool:
+def is_kept(answer: TimedAnswer) -> bool:
     """Returns whether an answer came whole, and as soon and as fast as interactive requests are promised."""
     if answer.error or not answer.token_times_s:
         return False

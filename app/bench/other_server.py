@@ -7,6 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from penstock.app.bench.server_process import ServerProcess
 from penstock.app.errors import OperatorError
 
 _TIMEOUT_S = 10.0
@@ -40,3 +41,6 @@ class OtherServer:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise OperatorError(f"--url {url}: GET /v1/models brought no model: {error}") from None
         return cls(host, port, model)
+
+
+AnyServer = ServerProcess | OtherServer

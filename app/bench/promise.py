@@ -18,12 +18,12 @@ from random import Random
 from typing import Any
 
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
+from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.replay import compare, figures_of
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import percentile
 from penstock.app.bench.workloads import completion
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.gateway.wire.lanes import tier_of
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.simulator.summary import Summary
@@ -40,7 +40,9 @@ PROMISE_S = DEFAULT_POLICIES[Lane.INTERACTIVE].ttft_s
 class PromiseBench:
     """The parts, on one server."""
 
-    def __init__(self, server: ServerProcess, run: Run, token_ids: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self, server: ServerProcess, run: ModuleRunner, token_ids: Sequence[int], seconds: float
+    ) -> None:
         self.server = server
         self.run = run
         self.token_ids = token_ids
@@ -104,11 +106,11 @@ class PromiseBench:
 
     def _send(
         self, bodies: list[list[dict[str, object]]], starts_s: list[float] | None, stop_s: float | None = None
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         job = Job(self.server.host, self.server.port, "/v1/completions", bodies, starts_s, stop_s)
         return ask(self.run, job)
 
-    def _figures(self, answers: list[Answer]) -> Row:
+    def _figures(self, answers: list[TimedAnswer]) -> Row:
         done = [a for a in answers if not a.error]
         refused = [a for a in answers if a.was_refused]
         failed = [a.error for a in answers if a.error and a not in refused]

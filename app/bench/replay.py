@@ -13,11 +13,11 @@ from prometheus_client.samples import Sample
 
 from penstock.app.bench.checkpoint import NUM_BYTES
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
-from penstock.app.bench.other_server import OtherServer
+from penstock.app.bench.job import ModuleRunner
+from penstock.app.bench.other_server import AnyServer
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.workloads import completion
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.app.settings import Settings
 from penstock.app.tables import number, percent, table
 from penstock.engine.config import LoadOptions
@@ -30,8 +30,6 @@ from penstock.priority.simulator.summary import Figures, Summary, summarise
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.steptime import NAMES
 
-Server = ServerProcess | OtherServer
-
 _BLOCK_SIZE = 16
 _LOG_OF_OTHERS = 9.82
 """The logarithm of the sum over what all but the end token weigh in the choice of a random model's token."""
@@ -40,7 +38,7 @@ _NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.5, 64
 
 def compare(
     server: ServerProcess,
-    run: Run,
+    run: ModuleRunner,
     arrivals: Sequence[Arrival],
     token_ids: Sequence[int],
     keys: Mapping[str, str] | None = None,
@@ -71,8 +69,8 @@ def compare(
 
 
 def serve(
-    server: Server,
-    run: Run,
+    server: AnyServer,
+    run: ModuleRunner,
     arrivals: Sequence[Arrival],
     token_ids: Sequence[int],
     keys: Mapping[str, str],
@@ -100,7 +98,7 @@ def _median_ttft_s(result: Result) -> float:
     return median(served.ttft_s for served in result.served if served.ttft_s is not None)
 
 
-def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
+def served_of(arrival: Arrival, answer: TimedAnswer, at_s: float) -> Served:
     """A real answer as the simulator says it, on a clock on which its request came at `at_s`."""
     served = Served(arrival, num_tokens=answer.num_output_tokens, num_cached=answer.num_cached_tokens)
     if answer.lane is not None:
@@ -225,13 +223,13 @@ def body_of(arrival: Arrival, prompt: list[int]) -> dict[str, object]:
 
 
 def send(
-    server: Server,
-    run: Run,
+    server: AnyServer,
+    run: ModuleRunner,
     arrivals: Sequence[Arrival],
     token_ids: Sequence[int],
     keys: Mapping[str, str],
     seed: int = 0,
-) -> list[Answer]:
+) -> list[TimedAnswer]:
     """The answers, in the order of the trace."""
     first_s = arrivals[0].at_s
     bodies = [

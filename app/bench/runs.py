@@ -22,15 +22,15 @@ from penstock.app.bench.client import Job
 from penstock.app.bench.drafts import LANE, TURNS, compare, print_compared
 from penstock.app.bench.job import run_module
 from penstock.app.bench.ladder import Ladder, print_ladder
-from penstock.app.bench.other_server import OtherServer
+from penstock.app.bench.other_server import AnyServer, OtherServer
 from penstock.app.bench.promise import SECONDS, PromiseBench
 from penstock.app.bench.report import print_report, print_workloads
 from penstock.app.bench.server_process import ServerFailed, ServerProcess
-from penstock.app.bench.statistics import Figures, percentile, rate_until, summarise
+from penstock.app.bench.statistics import StreamFigures, percentile, rate_until, summarise
 from penstock.app.bench.workloads import WORKLOADS, Workload
 from penstock.app.checkpoint import DEMO_DRAFT, DEMO_MODEL, asked_for, find_checkpoint, num_bytes
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.app.tables import number
 from penstock.engine.cores import num_cores
 from penstock.engine.errors import CheckpointError
@@ -43,7 +43,6 @@ _WORD = re.compile(rb" ?[A-Za-z]{2,}")
 _WARM_UP = Workload(name="", streams=4, prompt_tokens=100, output_tokens=40)
 
 Row = dict[str, Any]
-Server = ServerProcess | OtherServer
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ def run_workloads(options: argparse.Namespace) -> Row:
     ceilings, rows = measure_ceilings(), list[Row]()
     for dtype in options.dtype if other is None else options.dtype[:1]:
         label = types_label(dtype, options) if other is None else options.url
-        serving: AbstractContextManager[Server] = (
+        serving: AbstractContextManager[AnyServer] = (
             start_server(subject, dtype, type_arguments(options)) if other is None else nullcontext(other)
         )
         with serving as server:
@@ -155,8 +154,8 @@ def run_drafts(options: argparse.Namespace) -> Row:
             send(server, _WARM_UP, subject)
         order = itertools.cycle([(drafting, plain), (plain, drafting)])  # neither is always the first
 
-        def ask(workload: Workload) -> tuple[Figures, Figures]:
-            seed, found = subject.seeds(), dict[ServerProcess, Figures]()
+        def ask(workload: Workload) -> tuple[StreamFigures, StreamFigures]:
+            seed, found = subject.seeds(), dict[ServerProcess, StreamFigures]()
             for server in next(order):
                 answers, _ = send(server, workload, replace(subject, seeds=lambda: seed))
                 found[server] = figures = summarise(answers, workload.streams)
@@ -307,7 +306,7 @@ def _closed_loop(streams: int, quick: bool) -> Workload:
     )
 
 
-def send(server: Server, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
+def send(server: AnyServer, workload: Workload, subject: Subject) -> tuple[list[TimedAnswer], float]:
     """Runs a workload from a client process: its answers, and the client's CPU seconds."""
     seed = subject.seeds()
     bodies = workload.bodies(subject.served_as, subject.token_ids, seed)
@@ -315,10 +314,10 @@ def send(server: Server, workload: Workload, subject: Subject) -> tuple[list[Ans
     starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
     result = run_module("penstock.app.bench.client", asdict(job))
-    return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
+    return [TimedAnswer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 
-def _http(server: Server, subject: Subject, dtype: str, workload: Workload) -> Row:
+def _http(server: AnyServer, subject: Subject, dtype: str, workload: Workload) -> Row:
     """One workload, with the server's own cost beside it; `dtype` is the label of its types."""
     label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
     say(f"{subject.name}, {dtype}: {label}")
@@ -344,7 +343,7 @@ def _http(server: Server, subject: Subject, dtype: str, workload: Workload) -> R
     }
 
 
-def _alone(server: Server, subject: Subject, workload: Workload) -> Row:
+def _alone(server: AnyServer, subject: Subject, workload: Workload) -> Row:
     """The figures of a workload's streams, and of its interactive requests, without each other."""
     streams, interactive = workload.alone()
     say(f"{workload.name}: each part alone, {workload.alone_s:g} s each")
@@ -354,7 +353,7 @@ def _alone(server: Server, subject: Subject, workload: Workload) -> Row:
     }
 
 
-def _figures(answers: list[Answer], workload: Workload) -> Row:
+def _figures(answers: list[TimedAnswer], workload: Workload) -> Row:
     """The figures of a workload's streams, and under "interactive" those of the requests beside them.
 
     An interactive request that was refused has not failed: the lane refuses what it could not answer in time.

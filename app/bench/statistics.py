@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class StreamFigures:
     """The outcome of one run of streams."""
 
     streams: int
@@ -43,7 +43,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def summarise(answers: Sequence[Answer], streams: int) -> Figures:
+def summarise(answers: Sequence[TimedAnswer], streams: int) -> StreamFigures:
     """Rates count the tokens of answers that came whole, over the time from first request to last byte."""
     whole = [answer for answer in answers if answer.error is None and answer.token_times_s]
     failed = [answer for answer in answers if answer not in whole]
@@ -52,7 +52,7 @@ def summarise(answers: Sequence[Answer], streams: int) -> Figures:
     output_tokens = sum(answer.num_output_tokens for answer in whole)
     num_frames = sum(len(answer.token_times_s) for answer in whole)
     duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
-    return Figures(
+    return StreamFigures(
         streams=streams,
         requests=len(answers),
         failed=len(failed),
@@ -71,7 +71,7 @@ def summarise(answers: Sequence[Answer], streams: int) -> Figures:
     )
 
 
-def rate_until(answers: Sequence[Answer], seconds: float) -> float:
+def rate_until(answers: Sequence[TimedAnswer], seconds: float) -> float:
     """Output tokens a second in the first `seconds` of streams; a request's frames carry equally many tokens each."""
     end_s = min(answer.started_s for answer in answers) + seconds
     return (

@@ -14,7 +14,7 @@ from penstock.app.check import ours, theirs
 from penstock.app.check.compare import Distance, compare, total
 from penstock.app.checkpoint import find_checkpoint, model_name
 from penstock.app.errors import OperatorError
-from penstock.app.log import configure_log, progress
+from penstock.app.log import configure_log, progress_bar
 from penstock.app.outputs import check_output, write_figures
 from penstock.app.settings import EngineSettings
 from penstock.app.tables import table
@@ -54,11 +54,11 @@ def run(flags: Mapping[str, str], output: Path | None = None) -> int:
         raise OperatorError(str(error)) from None
     for check in (doctor.check_kernels(), *doctor.check_types(settings)):
         print(check, flush=True)
-    told, speed = ours.read(flags)
+    predictions, speed = ours.read(flags)
     gc.collect()  # what is kept of ours would be missing for theirs
     by_kind, reason = dict[str, Distance](), ""
     try:
-        by_kind = _compare(folder, config, told)
+        by_kind = _compare(folder, config, predictions)
     except theirs.LeftOut as error:
         reason = str(error)
     rows = [*_speed_rows(speed), *_distance_rows(by_kind)]
@@ -70,16 +70,18 @@ def run(flags: Mapping[str, str], output: Path | None = None) -> int:
     return _judge(total(by_kind.values()))
 
 
-def _compare(folder: Path, config: ModelConfig, told: Sequence[ours.Told]) -> dict[str, Distance]:
+def _compare(
+    folder: Path, config: ModelConfig, predictions: Sequence[ours.Predictions]
+) -> dict[str, Distance]:
     """The distances by kind of text."""
     theirs.check_room(folder, config)
     network = theirs.load(folder)
     found = defaultdict[str, list[Distance]](list)
-    with progress("comparing") as update:
-        for number, each in enumerate(told, 1):
+    with progress_bar("comparing") as update:
+        for number, each in enumerate(predictions, 1):
             exact = theirs.log_probabilities(network, [*each.token_ids, *each.greedy[:-1]])
             found[each.kind].append(compare(each, exact))
-            update(number / len(told))
+            update(number / len(predictions))
     return {kind: total(distances) for kind, distances in found.items()}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp, fsum, log
 from typing import TYPE_CHECKING
 
-from penstock.app.check.ours import Told, Top
+from penstock.app.check.ours import Predictions, Top
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,16 +42,16 @@ def total(distances: Iterable[Distance]) -> Distance:
     return Distance(kl, *map(int, counts))
 
 
-def compare(told: Told, exact: Tensor) -> Distance:
+def compare(predictions: Predictions, exact: Tensor) -> Distance:
     """
     Args:
         exact: log probabilities after each token of the text, and of what was chosen after it.
     """
     likeliest = exact.argmax(-1).tolist()
-    kl = sum(divergence(exact[i], top) for i, top in enumerate(told.places))
-    agreeing = sum(top[0][0] == best for top, best in zip(told.places, likeliest, strict=False))
-    greedy = _num_same(exact[len(told.token_ids) - 1 :], told.greedy)
-    return Distance(kl, agreeing, len(told.places), greedy, len(told.greedy))
+    kl = sum(divergence(exact[i], top) for i, top in enumerate(predictions.places))
+    agreeing = sum(top[0][0] == best for top, best in zip(predictions.places, likeliest, strict=False))
+    greedy = _num_same(exact[len(predictions.token_ids) - 1 :], predictions.greedy)
+    return Distance(kl, agreeing, len(predictions.places), greedy, len(predictions.greedy))
 
 
 def divergence(exact: Tensor, top: Top) -> float:

@@ -28,7 +28,7 @@ Top = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Predictions:
     """A model's predictions for a text."""
 
     kind: str
@@ -50,7 +50,7 @@ class Speed:
     """Tokens a second of one stream alone."""
 
 
-def read(flags: Mapping[str, str]) -> tuple[list[Told], Speed]:
+def read(flags: Mapping[str, str]) -> tuple[list[Predictions], Speed]:
     """Loads a model, asks it about all texts, measures it, and frees it.
 
     Args:
@@ -62,14 +62,16 @@ def read(flags: Mapping[str, str]) -> tuple[list[Told], Speed]:
     started = time.perf_counter()
     with _loaded(flags) as llm:
         loading_s = time.perf_counter() - started
-        told = _told(llm)
-        return told, Speed(loading_s, *_prompt_speed(llm, told), _stream_speed(llm, told))
+        predictions = _predictions(llm)
+        return predictions, Speed(
+            loading_s, *_prompt_speed(llm, predictions), _stream_speed(llm, predictions)
+        )
 
 
-def ask(flags: Mapping[str, str]) -> list[Told]:
+def ask(flags: Mapping[str, str]) -> list[Predictions]:
     """Does what `read` does, but for the measuring."""
     with _loaded(flags) as llm:
-        return _told(llm)
+        return _predictions(llm)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def _loaded(flags: Mapping[str, str]) -> Iterator[LLM]:
         raise OperatorError(str(error)) from None
 
 
-def _told(llm: LLM) -> list[Told]:
+def _predictions(llm: LLM) -> list[Predictions]:
     kinds = [kind for kind, texts in TEXTS.items() for _ in texts]
     prompts = [text for texts in TEXTS.values() for text in texts]
     wanted: Sampling = {
@@ -96,7 +98,7 @@ def _told(llm: LLM) -> list[Told]:
     for kind, answer in zip(kinds, answers, strict=True):
         (choice,) = answer.choices
         places = [*(answer.prompt_logprobs or ()), *(choice.logprobs or ())[:1]]
-        found.append(Told(kind, answer.prompt_token_ids, list(map(_top, places)), choice.token_ids))
+        found.append(Predictions(kind, answer.prompt_token_ids, list(map(_top, places)), choice.token_ids))
     return found
 
 
@@ -104,9 +106,9 @@ def _top(found: TokenLogprob) -> Top:
     return [(token.token_id, token.logprob) for token in found.top]
 
 
-def _prompt_speed(llm: LLM, told: Sequence[Told]) -> tuple[int, float]:
+def _prompt_speed(llm: LLM, predictions: Sequence[Predictions]) -> tuple[int, float]:
     """Returns the length of a prompt and its tokens a second; a short one determines how long another may be."""
-    text = [token_id for each in told for token_id in each.token_ids]
+    text = [token_id for each in predictions for token_id in each.token_ids]
     length, one_token = _PROMPT // 8, Sampling(**_GREEDY, max_tokens=1)
     for start in (3, 5):  # no block is then one that was computed before
         began = time.perf_counter()
@@ -117,10 +119,10 @@ def _prompt_speed(llm: LLM, told: Sequence[Told]) -> tuple[int, float]:
     return length, rate
 
 
-def _stream_speed(llm: LLM, told: Sequence[Told]) -> float:
+def _stream_speed(llm: LLM, predictions: Sequence[Predictions]) -> float:
     """Tokens a second after the first; random ones, as a model that repeats itself would be easy to draft for."""
     sampling: Sampling = {"temperature": 1.0, "seed": 1, "max_tokens": _STREAM, "ignore_eos": True}
-    prompt = list(told[0].token_ids[1:])
+    prompt = list(predictions[0].token_ids[1:])
     began, num_tokens, seconds = 0.0, 0, 0.0
     for piece in llm.stream([prompt], **sampling):
         if not began:

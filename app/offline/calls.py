@@ -11,7 +11,7 @@ from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request
 
 
-class Call:
+class CallOutputs:
     """The outputs of the requests of one call. `put` is for the step thread, the rest for whoever asked."""
 
     def __init__(self, requests: Sequence[Request], tell: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class Deliveries:
     """Hands what the step thread delivers to the calls that wait for it."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, CallOutputs] = {}
         """The calls by request."""
         self.settled = threading.Event()
         """The model is loaded, or cannot be."""

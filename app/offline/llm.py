@@ -22,10 +22,9 @@ from typing_extensions import Unpack
 from penstock.app.build import build_core
 from penstock.app.errors import OperatorError, describe_failure
 from penstock.app.kernels import check_level
-from penstock.app.log import counter, silent
-from penstock.app.log import progress as progress_bar
+from penstock.app.log import counter, progress_bar, silent
 from penstock.app.offline.answers import Answer, Choice, Piece, named, piece_of
-from penstock.app.offline.calls import Call, Deliveries
+from penstock.app.offline.calls import CallOutputs, Deliveries
 from penstock.app.offline.requests import Conversation, Prompt, Requests, Sampling
 from penstock.app.offline.settings import offline_settings
 from penstock.engine.engine import EngineState
@@ -181,11 +180,13 @@ class LLM:
         return piece_of(number, output, self._core.model.tokenizer)
 
     @contextlib.contextmanager
-    def _asked(self, requests: Iterable[Request], tell: Callable[[], None] = _nobody) -> Iterator[Call]:
+    def _asked(
+        self, requests: Iterable[Request], tell: Callable[[], None] = _nobody
+    ) -> Iterator[CallOutputs]:
         """Asks the engine; whatever has not ended at the end of the block is cancelled there."""
         now = time.monotonic()
         asked = [replace(request, request_id=next(self._ids), arrival_s=now) for request in requests]
-        call = Call(asked, tell)
+        call = CallOutputs(asked, tell)
         self._deliveries.calls.update(dict.fromkeys(call.open, call))
         try:
             if self._engine.state is not EngineState.READY:

@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
+from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import summarise
 from penstock.app.bench.workloads import completion, story_question
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256
@@ -29,7 +29,7 @@ class DraftsBench:
 
     drafting: ServerProcess
     plain: ServerProcess
-    run_module: Run
+    run_module: ModuleRunner
     token_ids: Sequence[int]
     """Prompts are made of these."""
     quick: bool
@@ -84,7 +84,7 @@ class DraftsBench:
             found.append([{**body, "temperature": temperature, "seed": number}])
         return found
 
-    def _answers(self, server: ServerProcess, bodies: list[list[dict[str, object]]]) -> list[Answer]:
+    def _answers(self, server: ServerProcess, bodies: list[list[dict[str, object]]]) -> list[TimedAnswer]:
         path = "/v1/chat/completions" if "messages" in bodies[0][0] else "/v1/completions"
         return ask(self.run_module, Job(server.host, server.port, path, bodies))
 
@@ -101,7 +101,7 @@ def _story(source: random.Random, temperature: float, length: int) -> dict[str, 
     }
 
 
-def _count(drafts: dict[str, list[int]], answers: Sequence[Answer]) -> None:
+def _count(drafts: dict[str, list[int]], answers: Sequence[TimedAnswer]) -> None:
     """Adds up by proposer how many drafts there were, and how many were right."""
     for answer in answers:
         for name, count in answer.drafts.items():

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
+from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.server_process import ServerProcess
 
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ _OUTPUT_TOKENS = re.compile(r"^penstock_output_tokens_total (\S+)$", re.MULTILIN
 class ScrapeBench:
     """The windows on one server."""
 
-    def __init__(self, server: ServerProcess, model: str, run: Run, *, quick: bool) -> None:
+    def __init__(self, server: ServerProcess, model: str, run: ModuleRunner, *, quick: bool) -> None:
         self._server = server
         self._model = model
         self._run = run

@@ -14,10 +14,10 @@ from typing import Any
 
 from lab.bench.redis_process import RedisProcess, SlowLine
 from penstock.app.bench.client import Job, ask
-from penstock.app.bench.job import Run
+from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.server_process import ServerProcess
-from penstock.app.bench.statistics import Figures, summarise
-from penstock.app.reader import Answer
+from penstock.app.bench.statistics import StreamFigures, summarise
+from penstock.app.reader import TimedAnswer
 
 Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]
 """Starts a server with these arguments more."""
@@ -34,7 +34,13 @@ class StoreBench:
     """The parts, on two servers of one model, one of them with a Redis."""
 
     def __init__(
-        self, redis: RedisProcess, without: ServerProcess, shared: ServerProcess, run: Run, *, quick: bool
+        self,
+        redis: RedisProcess,
+        without: ServerProcess,
+        shared: ServerProcess,
+        run: ModuleRunner,
+        *,
+        quick: bool,
     ) -> None:
         self.redis = redis
         self.servers = {"without": without, "plain": shared, "resumable": shared}
@@ -85,7 +91,7 @@ class StoreBench:
         turn_s = TURN_S / 8 if self.quick else TURN_S
         return min(MAX_TOKENS, max(FEW_TOKENS, round(rate * turn_s / STREAMS)))
 
-    def _burst(self, kind: str, length: int) -> list[Answer]:
+    def _burst(self, kind: str, length: int) -> list[TimedAnswer]:
         bodies = [[self._chat(length, resumable=kind == "resumable")] for _ in range(STREAMS)]
         return self._send(self.servers[kind], bodies, None)
 
@@ -116,12 +122,12 @@ class StoreBench:
 
     def _send(
         self, server: ServerProcess, bodies: list[list[dict[str, object]]], starts_s: list[float] | None
-    ) -> list[Answer]:
+    ) -> list[TimedAnswer]:
         job = Job(server.host, server.port, "/v1/chat/completions", bodies, starts_s)
         return ask(self.run, job)
 
 
-def _failures(runs: Sequence[Figures]) -> Row:
+def _failures(runs: Sequence[StreamFigures]) -> Row:
     return {
         "requests": sum(figures.requests for figures in runs),
         "failed": sum(figures.failed for figures in runs),

@@ -26,7 +26,7 @@ from penstock.app.bench.job import run_module
 from penstock.app.bench.server_process import ServerProcess
 from penstock.app.bench.statistics import summarise
 from penstock.app.bench.workloads import Workload
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 PROMPT_TOKENS = 32
 _CLIENT_PROCESSES = 4
@@ -201,7 +201,7 @@ class Bench:
             name="", streams=streams, prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds
         )
 
-    def _send(self, server: ServerProcess, workload: Workload) -> list[Answer]:
+    def _send(self, server: ServerProcess, workload: Workload) -> list[TimedAnswer]:
         """From several client processes, if there are many streams.
 
         Raises:
@@ -217,7 +217,7 @@ class Bench:
         return answers
 
 
-def _stream_tpot_ms(answers: Sequence[Answer]) -> float:
+def _stream_tpot_ms(answers: Sequence[TimedAnswer]) -> float:
     """The median of the streams."""
     return 1000 * statistics.median(answer.tpot_s for answer in answers)
 

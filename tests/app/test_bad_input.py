@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line_that_names_it(
     monkeypatch.setattr("sys.stdin", io.StringIO("too short\n"))
     status = cli.main(typed.format(**places).split())
     said = capfd.readouterr()
-    assert status == (cli.EXIT_MAY_PASS if "port {port}" in typed else cli.EXIT_USAGE)
+    assert status == (cli.EXIT_TRANSIENT if "port {port}" in typed else cli.EXIT_USAGE)
     if not typed:
         assert named in said.out
         return

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.app.bench import client
 from penstock.app.bench.client import Job, ask, exchange, measure, run_job
-from penstock.app.reader import Answer, Recording
+from penstock.app.reader import TimedAnswer, TimedBytes
 from tests.app.test_reader import HEAD, STREAM, chunked, recorded
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -46,7 +46,7 @@ def resets(data: bytes) -> Script:
     return script
 
 
-def answers_to(*scripts: Script, streams: int = 1) -> list[Answer]:
+def answers_to(*scripts: Script, streams: int = 1) -> list[TimedAnswer]:
     """A connection for each script, one request after another in so many streams."""
     turns = iter(scripts)
 
@@ -56,7 +56,7 @@ def answers_to(*scripts: Script, streams: int = 1) -> list[Answer]:
         await script(reader, writer)
         writer.close()
 
-    async def run() -> list[Answer]:
+    async def run() -> list[TimedAnswer]:
         async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             return await run_job(Job("127.0.0.1", port, "/", [[{}] * (len(scripts) // streams)] * streams))
@@ -95,7 +95,8 @@ def test_streams_that_several_processes_share_keep_their_numbers_starts_and_keys
     def run(_: str, job: Any) -> object:
         jobs.append(job)
         answers = [
-            asdict(Answer(0.0, 1.0, stream=i, text=str(each[0]["n"]))) for i, each in enumerate(job["bodies"])
+            asdict(TimedAnswer(0.0, 1.0, stream=i, text=str(each[0]["n"])))
+            for i, each in enumerate(job["bodies"])
         ]
         return {"answers": answers}
 
@@ -124,7 +125,7 @@ def test_a_stream_begins_when_it_is_to_and_begins_nothing_after_the_end(
     async def sleep(delay_s: float) -> None:
         delays.append(delay_s)
 
-    async def exchange(*request: object) -> Recording:
+    async def exchange(*request: object) -> TimedBytes:
         sent.append(request)
         loop.now_s += 1.0
         return recorded([WHOLE])
@@ -148,7 +149,7 @@ def test_an_exchange_is_watched_piece_by_piece_and_has_its_key() -> None:
         await reader.read()  # until the client closes, which it does by itself at the end mark
         writer.close()
 
-    async def run() -> Recording:
+    async def run() -> TimedBytes:
         async with asyncio.timeout(60), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             await exchange("127.0.0.1", port, "/", {})

@@ -25,7 +25,7 @@ from penstock.app.bench.checkpoint import (
 )
 from penstock.app.bench.statistics import percentile, rate_until, summarise
 from penstock.app.bench.workloads import WORKLOADS, Interactive, Workload
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.app.tables import number, percent, table
 from penstock.engine.model.parse import read_config
 from penstock.engine.spec import Experts
@@ -41,8 +41,8 @@ def test_percentile_of_nothing_is_nan() -> None:
     assert math.isnan(percentile([], 50))
 
 
-def answer(started_s: float, *times_s: float, error: str | None = None) -> Answer:
-    return Answer(started_s, times_s[-1], list(times_s), 10, 5, 2 * len(times_s), error)
+def answer(started_s: float, *times_s: float, error: str | None = None) -> TimedAnswer:
+    return TimedAnswer(started_s, times_s[-1], list(times_s), 10, 5, 2 * len(times_s), error)
 
 
 def test_a_summary_counts_whole_answers_over_all_of_the_time() -> None:
@@ -63,7 +63,7 @@ def test_a_rate_until_a_time_counts_the_tokens_that_came_by_then() -> None:
 
 
 def test_refused_requests_are_counted_among_the_failed_ones() -> None:
-    refused = [Answer(0.0, 1.0, error="busy", status=status) for status in (429, 503, 500)]
+    refused = [TimedAnswer(0.0, 1.0, error="busy", status=status) for status in (429, 503, 500)]
     figures = summarise([answer(0.0, 1.0), *refused], 1)
     assert (figures.failed, figures.refused) == (3, 2)
 

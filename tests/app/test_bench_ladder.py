@@ -16,11 +16,11 @@ from penstock.app.bench.ladder import (
     most_users,
 )
 from penstock.app.bench.server_process import ServerProcess
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 
-def answer(*token_times_s: float, error: str | None = None) -> Answer:
-    return Answer(0.0, 9.0, list(token_times_s), num_output_tokens=11, error=error)
+def answer(*token_times_s: float, error: str | None = None) -> TimedAnswer:
+    return TimedAnswer(0.0, 9.0, list(token_times_s), num_output_tokens=11, error=error)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def answer(*token_times_s: float, error: str | None = None) -> Answer:
     ],
     ids=["kept", "just", "late", "slow", "nothing", "cut"],
 )
-def test_a_promise_is_both_times_and_a_whole_answer(found: Answer, kept: bool) -> None:
+def test_a_promise_is_both_times_and_a_whole_answer(found: TimedAnswer, kept: bool) -> None:
     assert is_kept(found) is kept
 
 

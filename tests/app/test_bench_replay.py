@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.app.bench.replay import body_of, delay, prompts, served_of
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.priority.lanes import DEFAULT_POLICIES
 from penstock.priority.simulator.run import Machine, simulate
 from penstock.priority.simulator.summary import is_kept
@@ -54,12 +54,14 @@ def test_prompts_without_hash_ids_share_nothing() -> None:
 
 @pytest.mark.parametrize(("status", "refused"), [(429, "HTTP 429"), (503, "HTTP 503"), (500, None)])
 def test_what_was_refused_or_failed_kept_nothing(status: int, refused: str | None) -> None:
-    served = served_of(ARRIVAL, Answer(100.0, 100.1, error="no", status=status), 5.0)
+    served = served_of(ARRIVAL, TimedAnswer(100.0, 100.1, error="no", status=status), 5.0)
     assert (served.refused, served.finished_s, served.ttft_s) == (refused, None, None)
 
 
 def test_a_stream_that_broke_keeps_no_promise() -> None:
-    served = served_of(ARRIVAL, Answer(0.0, 0.1, [0.1], num_output_tokens=1, error="cut", status=200), 5.0)
+    served = served_of(
+        ARRIVAL, TimedAnswer(0.0, 0.1, [0.1], num_output_tokens=1, error="cut", status=200), 5.0
+    )
     assert not is_kept(served, DEFAULT_POLICIES)
 
 

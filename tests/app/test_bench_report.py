@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from penstock.app.bench import command, runs
 from penstock.app.bench.report import print_report
-from penstock.app.bench.statistics import Figures
+from penstock.app.bench.statistics import StreamFigures
 from penstock.app.bench.workloads import WORKLOADS
 from penstock.app.cli import main
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 seconds = st.floats(0, 100, allow_nan=False)
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> Answer:
+def answers(draw: st.DrawFn) -> TimedAnswer:
     started_s = draw(seconds)
     steps = draw(st.lists(st.floats(1e-3, 2), min_size=1, max_size=6))
     times_s = [started_s + float(total) for total in np.cumsum(steps)]
-    return Answer(
+    return TimedAnswer(
         started_s,
         times_s[-1],
         times_s,
@@ -38,7 +38,7 @@ def answers(draw: st.DrawFn) -> Answer:
 
 
 def http_row(**values: object) -> dict[str, Any]:
-    figures = dict.fromkeys(Figures.__dataclass_fields__, 1.0)
+    figures = dict.fromkeys(StreamFigures.__dataclass_fields__, 1.0)
     own = {"model": "m", "dtype": "auto", "streams": 1, "workload": "", "failed": 0, "first_error": None}
     return {**figures, "gflop_per_s": 5.0, "loop_cpu_us_per_token": 2.0, "client_cpu_s": 0.1, **own, **values}
 
@@ -57,16 +57,16 @@ def test_failures_are_told_below_the_figures(capsys: pytest.CaptureFixture[str])
 
 def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
     workload = WORKLOADS["W4"]
-    whole = [Answer(0.0, 2.0, [1.0, 2.0], 5, 0, 2, stream=stream) for stream in range(9)]
-    refused = Answer(0.0, 1.0, error="busy", status=503, stream=9)
-    broken = Answer(0.0, 1.0, error="cut", status=200, stream=10)
+    whole = [TimedAnswer(0.0, 2.0, [1.0, 2.0], 5, 0, 2, stream=stream) for stream in range(9)]
+    refused = TimedAnswer(0.0, 1.0, error="busy", status=503, stream=9)
+    broken = TimedAnswer(0.0, 1.0, error="cut", status=200, stream=10)
     row = runs._figures([*whole, refused], workload)
     assert (row["requests"], row["output_tokens"], row["failed"]) == (8, 16, 0)
     assert row["tokens_per_s"] == pytest.approx(16 / 300)
     assert (row["interactive"]["requests"], row["interactive"]["refused"]) == (2, 1)
     row = runs._figures([*whole, refused, broken], workload)
     assert (row["failed"], row["first_error"]) == (1, "cut")
-    failed_stream = Answer(0.0, 1.0, error="busy", status=503, stream=0)
+    failed_stream = TimedAnswer(0.0, 1.0, error="busy", status=503, stream=0)
     assert runs._figures([*whole, failed_stream], workload)["failed"] == 1
 
 

@@ -28,7 +28,7 @@ from penstock.app.bench.replay import compare, print_comparison, print_groups, p
 from penstock.app.bench.server_process import ServerFailed
 from penstock.app.cli import main
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.priority.lanes import Lane
 from penstock.priority.simulator.trace import Arrival
 from penstock.priority.steptime import NAMES
@@ -93,17 +93,19 @@ def _digest(body: Any) -> str:
     return f"{sizes}, {crc32(repr(body).encode()):08x}"
 
 
-def _answer(job: Job, stream: int, place: int, at_s: float, body: dict[str, Any], late_s: float) -> Answer:
+def _answer(
+    job: Job, stream: int, place: int, at_s: float, body: dict[str, Any], late_s: float
+) -> TimedAnswer:
     """Of 12 interactive streams the server refuses one and loses another; the more streams, the slower they begin."""
     started_s, num_prompt, num_output = 1000.0 + at_s, len(body["prompt"]), body["max_tokens"]
     is_interactive = body["service_tier"] == "priority"
     if is_interactive and stream % 12 in (5, 7):
         error, status = ("busy", 503) if stream % 12 == 5 else ("cut", 200)
-        return Answer(started_s, started_s + 0.01 * stream, error=error, status=status, stream=stream)
+        return TimedAnswer(started_s, started_s + 0.01 * stream, error=error, status=status, stream=stream)
     share_s = (0.01 if is_interactive else 0.04) / job.port / (1 + place)
     first_s = started_s + late_s + share_s * len(job.bodies) * (1 + stream % 9 / 9)
     times_s = [first_s + 0.06 * number + 0.002 * (number**2 % 5) for number in range((num_output + 1) // 2)]
-    return Answer(
+    return TimedAnswer(
         started_s, times_s[-1], times_s, num_prompt, num_prompt // 4, num_output, stream=stream, status=200,
         predicted_ttft_s=0.1 if stream % 2 else None,
     )  # fmt: skip

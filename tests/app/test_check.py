@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.app.check import theirs
 from penstock.app.check.compare import Distance, compare, divergence, total
-from penstock.app.check.ours import Told
+from penstock.app.check.ours import Predictions
 from penstock.app.checkpoint import DEMO_MODEL
 from penstock.app.cli import main
 from tests.engine.checkpoints import make_checkpoint
@@ -140,7 +140,7 @@ def test_the_divergence_counts_what_is_not_among_the_likeliest() -> None:
 
 def test_greedy_tokens_count_up_to_the_first_that_is_less_likely() -> None:
     exact = torch.tensor([[0.6, 0.4], [0.499, 0.501], [0.2, 0.8], [0.9, 0.1]]).log()
-    told = Told("prose", (1,), [[(0, log(0.6)), (1, log(0.4))]], greedy=[0, 0, 0, 0])
+    told = Predictions("prose", (1,), [[(0, log(0.6)), (1, log(0.4))]], greedy=[0, 0, 0, 0])
     found = compare(told, exact)
     assert found == Distance(found.kl, agreeing=1, places=1, greedy=2, chosen=4)
     assert found.kl == pytest.approx(0, abs=1e-6)

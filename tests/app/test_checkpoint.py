@@ -26,7 +26,7 @@ from penstock.app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from penstock.app.errors import MayPass, OperatorError
+from penstock.app.errors import OperatorError, TransientError
 from penstock.app.settings import Settings
 from tests.engine import checkpoints
 from tests.engine.gguf_files import same, write_gguf
@@ -205,7 +205,7 @@ def test_every_command_fetches_the_revision_that_it_was_told(
 
     for name in ("snapshot_download", "get_safetensors_metadata"):
         monkeypatch.setattr(huggingface_hub, name, download)
-    assert cli.main(typed.split()) in (cli.EXIT_MAY_PASS, cli.EXIT_USAGE)
+    assert cli.main(typed.split()) in (cli.EXIT_TRANSIENT, cli.EXIT_USAGE)
     assert set(asked) == {("some/model", "v1")}
 
 
@@ -242,7 +242,7 @@ def test_whatever_the_hub_says_is_passed_on(
     with pytest.raises(OperatorError) as caught:
         find_checkpoint("somebody/something")
     assert str(caught.value).endswith(str(error))
-    assert isinstance(caught.value, MayPass) is may_pass
+    assert isinstance(caught.value, TransientError) is may_pass
 
 
 @pytest.mark.parametrize("missing", FILES)

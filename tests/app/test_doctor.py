@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.app import doctor
 from penstock.app.checkpoint import DEMO_MODEL
-from penstock.app.doctor import Check, Level
+from penstock.app.doctor import Check, Severity
 from penstock.app.settings import Settings
 from penstock.engine.kernels.cpu import native, prebuilt
 from tests.engine.checkpoints import make_checkpoint
@@ -26,10 +26,10 @@ from tests.engine.checkpoints import make_checkpoint
 def test_the_status_is_that_of_the_worst(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    findings = [Check(Level.OK, "a", "x"), Check(Level.WARN, "b", "y")]
+    findings = [Check(Severity.OK, "a", "x"), Check(Severity.WARN, "b", "y")]
     monkeypatch.setattr(doctor, "checks", lambda _: iter(findings))
     assert doctor.run(Settings()) == 0
-    findings.append(Check(Level.FAIL, "c", "z"))
+    findings.append(Check(Severity.FAIL, "c", "z"))
     assert doctor.run(Settings()) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("fail  c")
 
@@ -64,7 +64,7 @@ def test_a_model_that_is_none_fails(tmp_path: Path) -> None:
 def test_a_port_in_use_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         check = doctor.check_port(Settings(port=listener.getsockname()[1]))
-    assert check.level is Level.FAIL
+    assert check.level is Severity.FAIL
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_no_torch_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("library", "level", "end"),
     [
-        (None, Level.WARN, "; install g++ to have the fast ones (Debian: apt-get install g++)"),
-        (Path("kernels.so"), Level.OK, "; none is needed: the native kernels are prebuilt"),
+        (None, Severity.WARN, "; install g++ to have the fast ones (Debian: apt-get install g++)"),
+        (Path("kernels.so"), Severity.OK, "; none is needed: the native kernels are prebuilt"),
     ],
 )
 def test_no_compiler_is_a_warning_unless_kernels_are_prebuilt(
-    monkeypatch: pytest.MonkeyPatch, library: Path | None, level: Level, end: str
+    monkeypatch: pytest.MonkeyPatch, library: Path | None, level: Severity, end: str
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -161,7 +161,7 @@ def test_a_model_of_the_hub_is_not_fetched_for_a_look() -> None:
 
 def test_the_types_of_a_model_and_what_they_take() -> None:
     (check,) = doctor.check_types(Settings(device="cpu", quantize="int8", kv_dtype="int8"))
-    assert check.level is Level.OK
+    assert check.level is Severity.OK
     assert check.text == "weights int8, 4.9 MiB; KV cache int8, 1.06 KiB a token"
     (check,) = doctor.check_types(Settings(device="cpu", dtype="float16"))
     assert check.text == "weights float16, 6.8 MiB; KV cache float16, 2.00 KiB a token"
@@ -172,7 +172,7 @@ def test_what_a_server_would_refuse_fails(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     settings = Settings(model=str(folder), device="cpu")
-    assert [check.level for check in doctor.check_types(settings)] == [Level.OK]
+    assert [check.level for check in doctor.check_types(settings)] == [Severity.OK]
     (check,) = doctor.check_types(Settings(model=str(folder), device="cpu", max_model_len=1 << 20))
     assert check.text.startswith("max_model_len 1048576 is more than")
     (folder / "chat_template.jinja").write_text("{% if %}")
@@ -189,6 +189,6 @@ def test_what_a_server_would_refuse_fails(tmp_path: Path) -> None:
 def test_types_that_cannot_be_served_fail(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
     (check,) = doctor.check_types(Settings(model=str(tmp_path), device="cpu", quantize="int4"))
-    assert check.level is Level.FAIL
+    assert check.level is Severity.FAIL
     assert "--quantize int4: groups of 32 or 64 do not divide" in check.text
     assert list(doctor.check_types(Settings(model="somebody/something"))) == []

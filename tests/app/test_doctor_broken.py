@@ -13,7 +13,7 @@ import pytest
 
 from penstock.app import doctor
 from penstock.app.cli import main
-from penstock.app.doctor import Level
+from penstock.app.doctor import Severity
 from penstock.app.settings import Settings
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
@@ -100,7 +100,7 @@ def test_the_doctor_reads_settings_as_the_server_does(
 
 def test_an_address_of_elsewhere_is_told() -> None:
     check = doctor.check_port(Settings(host="192.0.2.1", port=0))
-    assert check.level is Level.FAIL
+    assert check.level is Severity.FAIL
     assert "--host 192.0.2.1" in check.text
 
 
@@ -108,7 +108,7 @@ def test_looking_at_a_port_leaves_it_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for _ in range(2):
-        assert doctor.check_port(Settings(port=port)).level is Level.OK
+        assert doctor.check_port(Settings(port=port)).level is Severity.OK
     with socket.create_server(("127.0.0.1", port)) as listener:
         assert listener.getsockname()[1] == port
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.app.errors import MayPass, describe_failure, load_error, suggestion
+from penstock.app.errors import TransientError, describe_failure, load_error, suggestion
 from penstock.engine.errors import CheckpointError, InstructionSetError, MemoryHeld, NotEnoughMemory
 
 MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
@@ -40,7 +40,7 @@ def test_a_failure_is_one_line(error: Exception, line: str) -> None:
     ids=repr,
 )
 def test_what_another_process_holds_may_be_free_at_the_next_start(error: Exception, may_pass: bool) -> None:
-    assert isinstance(load_error(error, Path("m")), MayPass) is may_pass
+    assert isinstance(load_error(error, Path("m")), TransientError) is may_pass
 
 
 def test_the_nearest_name_is_suggested() -> None:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from penstock.app import fitting
 from penstock.app.build import load_options
 from penstock.app.cli import _parse_settings, _Parser, main
-from penstock.app.doctor import Check, Level
+from penstock.app.doctor import Check, Severity
 from penstock.app.estimate import estimate
 from penstock.app.fitting import Fitting, _tables, ladder
 from penstock.app.settings import Settings
@@ -58,7 +58,7 @@ LARGE = make_config(
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a compiler, and nothing of the environment counts."""
-    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.OK, "compiler", "c++"))
+    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Severity.OK, "compiler", "c++"))
     monkeypatch.setattr(memory, "available_bytes", lambda: 16 * GIB)
 
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_quantized_is_told(tmp_path: Path, capsys: pytest.Capture
 def test_without_a_compiler_all_is_float32(
     large: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.WARN, "compiler", "none"))
+    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Severity.WARN, "compiler", "none"))
     lines = tell(capsys, str(large))
     assert "plain torch serves, in float32" in lines[5]
     assert any(line.startswith("fits: float32 weights and float32 KV (*)") for line in lines)

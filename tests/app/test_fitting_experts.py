@@ -11,7 +11,7 @@ import torch
 
 from penstock.app import fitting, read_rate
 from penstock.app.cli import main
-from penstock.app.doctor import Check, Level
+from penstock.app.doctor import Check, Severity
 from penstock.app.read_rate import read_rate as measured_rate
 from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.errors import NotEnoughMemory
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.OK, "compiler", "c++"))
+    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Severity.OK, "compiler", "c++"))
     monkeypatch.setattr(read_rate, "read_rate", lambda _, has_native: 2e9 if has_native else 0.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.app import fitting
 from penstock.app.cli import main
-from penstock.app.doctor import Check, Level
+from penstock.app.doctor import Check, Severity
 from penstock.app.estimate import estimate
 from penstock.engine.config import LoadOptions
 from penstock.engine.errors import NotEnoughMemory
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.OK, "compiler", "c++"))
+    monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Severity.OK, "compiler", "c++"))
 
 
 @pytest.mark.parametrize("kv_bytes", [1, 30 << 20, NO_LIMIT])

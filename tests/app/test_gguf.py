@@ -26,7 +26,7 @@ from penstock.app.checkpoint import (
     find_checkpoint,
     fingerprint,
 )
-from penstock.app.doctor import Level, check_model, check_types
+from penstock.app.doctor import Severity, check_model, check_types
 from penstock.app.errors import OperatorError
 from penstock.app.settings import Settings
 from penstock.engine.model.checkpoint import read_tokenizer
@@ -72,7 +72,7 @@ def test_doctor_knows_it(demo: Path) -> None:
     settings = Settings(model=str(demo), device="cpu")
     assert check_model(settings).text == str(demo)
     (types,) = check_types(settings)
-    assert types.level is Level.OK
+    assert types.level is Severity.OK
 
 
 def test_the_bench_measures_it_with_its_words(demo: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from penstock.app import log as log_module
-from penstock.app.log import configure_log, counter, log, progress, said_if_slow
+from penstock.app.log import configure_log, counter, log, progress_bar, said_if_slow
 from penstock.gateway.http.entrance import Entrance
 from penstock.gateway.limits import Limits
 
@@ -90,7 +90,7 @@ def test_configuring_twice_says_everything_once(capsys: Capture) -> None:
 
 def test_where_nobody_watches_progress_is_a_line_now_and_then(capsys: Capture, clock: list[float]) -> None:
     configure_log("info")
-    with progress("loading the weights") as show:
+    with progress_bar("loading the weights") as show:
         for percent in range(0, 101, 5):
             clock[0] += 0.5
             show(percent / 100)
@@ -109,7 +109,7 @@ def test_what_is_counted_is_said_in_requests(capsys: Capture, clock: list[float]
 
 def test_what_is_quick_is_loaded_without_a_line(capsys: Capture, clock: list[float]) -> None:
     configure_log("info")
-    with progress("loading the weights") as show:
+    with progress_bar("loading the weights") as show:
         clock[0] += log_module._LINE_EVERY_S / 2
         show(0.5)
         show(1.0)
@@ -134,7 +134,7 @@ def test_what_is_slow_is_said_and_what_is_quick_is_not(monkeypatch: pytest.Monke
 
 def test_progress_keeps_to_the_level_of_the_log(capsys: Capture, clock: list[float]) -> None:
     configure_log("warning")
-    with progress("loading the weights") as show:
+    with progress_bar("loading the weights") as show:
         clock[0] += 60
         show(0.5)
     assert capsys.readouterr().err == ""
@@ -150,7 +150,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_on_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    with progress("loading the weights") as show:
+    with progress_bar("loading the weights") as show:
         show(0.25)
         show(1.0)
     written = terminal.getvalue()
@@ -170,7 +170,7 @@ def test_on_a_terminal_what_is_counted_stands_beside_the_bar(monkeypatch: pytest
 
 def test_a_bar_goes_away_when_loading_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    with pytest.raises(ZeroDivisionError), progress("loading the weights") as show:
+    with pytest.raises(ZeroDivisionError), progress_bar("loading the weights") as show:
         show(1 / 0)
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
 

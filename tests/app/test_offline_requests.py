@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.app.build import build_core
-from penstock.app.offline.calls import Call, Deliveries
+from penstock.app.offline.calls import CallOutputs, Deliveries
 from penstock.app.offline.requests import Requests, Sampling
 from penstock.app.offline.settings import offline_settings
 from penstock.engine.engine import EngineState, EngineStats
@@ -153,7 +153,7 @@ def test_outputs_come_with_the_number_of_their_request_until_all_have_ended() ->
         Request(request_id=name, prompt_token_ids=(1,), sampling=params, n=n)
         for name, n in (("a", 1), ("b", 2))
     ]
-    call, deliveries = Call(given, lambda: told.append(1)), Deliveries()
+    call, deliveries = CallOutputs(given, lambda: told.append(1)), Deliveries()
     deliveries.calls = {"a": call, "b": call}
     outputs = [
         Output("b", 0),
@@ -173,7 +173,7 @@ def test_outputs_come_with_the_number_of_their_request_until_all_have_ended() ->
 
 def test_an_engine_that_ends_is_told_to_whoever_waits() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=9)
-    call = Call([Request(request_id="a", prompt_token_ids=(1,), sampling=params)], nothing)
+    call = CallOutputs([Request(request_id="a", prompt_token_ids=(1,), sampling=params)], nothing)
     deliveries = Deliveries()
     deliveries.calls["a"] = call
     deliveries.announce(EngineState.READY)

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.app.reader import Answer, Recording, body_pieces, frames, read_answer, read_json, request_bytes
+from penstock.app.reader import (
+    TimedAnswer,
+    TimedBytes,
+    body_pieces,
+    frames,
+    read_answer,
+    read_json,
+    request_bytes,
+)
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -37,9 +45,9 @@ STREAM = [
 ]
 
 
-def recorded(parts: list[bytes]) -> Recording:
+def recorded(parts: list[bytes]) -> TimedBytes:
     """A recording that got these parts, part i at second i."""
-    recording = Recording()
+    recording = TimedBytes()
     for i, part in enumerate(parts):
         recording.note(part)
         recording.times_s[-1] = float(i)
@@ -49,7 +57,7 @@ def recorded(parts: list[bytes]) -> Recording:
 @pytest.mark.parametrize("cut", [1, 5, 9, 12, 13])
 def test_the_end_mark_is_seen_in_two_pieces(cut: int) -> None:
     """And not before its frame has ended: what is read up to there is whole."""
-    recording, end = Recording(), b"data: [DONE]\n\n"
+    recording, end = TimedBytes(), b"data: [DONE]\n\n"
     recording.note(text("a") + end[:cut])
     assert not recording.is_done
     recording.note(end[cut:])
@@ -110,7 +118,7 @@ def test_the_size_of_a_piece_may_have_extensions() -> None:
 def test_the_mean_time_of_a_token_after_the_first(
     times_s: list[float], num_tokens: int, tpot_s: float
 ) -> None:
-    answer = Answer(0.0, 9.0, times_s, num_output_tokens=num_tokens)
+    answer = TimedAnswer(0.0, 9.0, times_s, num_output_tokens=num_tokens)
     assert answer.tpot_s == pytest.approx(tpot_s, nan_ok=True)
 
 
@@ -130,7 +138,7 @@ def test_all_that_a_stream_of_a_chat_tells() -> None:
         event({"timings": {"queue_ms": 20.0, "lane": "batch", "predicted_ttft_ms": None, "drafts": drafts}}),
         b"data: [DONE]\n\n",
     ]
-    assert read_answer(recorded([HEAD, *(chunked(piece)[:-5] for piece in pieces)])) == Answer(
+    assert read_answer(recorded([HEAD, *(chunked(piece)[:-5] for piece in pieces)])) == TimedAnswer(
         started_s=0.0, ended_s=7.0, token_times_s=[2.0, 4.0], num_prompt_tokens=7, num_cached_tokens=0,
         num_output_tokens=2, status=200, queue_s=0.02, lane="batch", drafts=drafts, text="ab",
     )  # fmt: skip
@@ -151,7 +159,7 @@ def test_all_that_a_stream_of_a_chat_tells() -> None:
 def test_what_is_told_of_an_answer_that_is_none(data: bytes, status: int, error: str) -> None:
     answer = read_answer(recorded([data] if data else []))
     assert (answer.status, answer.error) == (status, error)
-    assert [answer.was_refused, Answer(0, 0, status=429).was_refused] == [False, True]
+    assert [answer.was_refused, TimedAnswer(0, 0, status=429).was_refused] == [False, True]
 
 
 def test_a_request_byte_by_byte() -> None:

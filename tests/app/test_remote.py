@@ -13,9 +13,9 @@ from types import MappingProxyType
 import pytest
 
 from penstock.app import remote
-from penstock.app.doctor import Level
+from penstock.app.doctor import Severity
 from penstock.app.errors import OperatorError
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from tests.app.command import penstock
 
 
@@ -183,7 +183,7 @@ def test_one_short_stream_is_asked_for_with_the_key(monkeypatch: pytest.MonkeyPa
     assert str(check).endswith(
         " in 1 pieces; something on the way buffers: docs/guide/deploy.md, Behind a proxy"
     )
-    assert check.level is Level.WARN
+    assert check.level is Severity.WARN
     body = {
         "model": "m", "prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
@@ -193,7 +193,7 @@ def test_one_short_stream_is_asked_for_with_the_key(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stream_is_told_with_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Answer(1.0, 3.0, token_times_s=[1.25, 2.0, 2.0], num_output_tokens=3)
+    answer = TimedAnswer(1.0, 3.0, token_times_s=[1.25, 2.0, 2.0], num_output_tokens=3)
     monkeypatch.setattr(remote, "_stream", lambda *_: answer)
     with serving([]) as server:
         check = remote.check_stream(server.url)

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from penstock.app import top
-from penstock.app.errors import MayPass, OperatorError
+from penstock.app.errors import OperatorError, TransientError
 from tests.app.command import penstock
 from tests.app.test_remote import serving
 
@@ -90,7 +90,7 @@ def test_events_are_read_until_the_server_ends_them(capsys: pytest.CaptureFixtur
     text = "".join(f"event: {kind}\ndata: {json.dumps(data)}\n\n: ping\n\n" for kind, data in told.items())
     with (
         serving([], changes={EVENTS: (200, 2 * text.encode())}) as server,
-        pytest.raises(MayPass, match="ended the connection"),
+        pytest.raises(TransientError, match="ended the connection"),
     ):
         top.run(Namespace(url=server.url, once=False))
     screen = SCREEN.replace("http://x", server.url)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.app.bench.server_process import ServerProcess
-from penstock.app.doctor import Level, check_kernels
+from penstock.app.doctor import Severity, check_kernels
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 
@@ -141,7 +141,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_a_compiler_that_does_not_work_is_told(machine: dict[str, str], script: str, said: str) -> None:
     add_compiler(machine, script)
     check = check_kernels()
-    assert check.level is Level.WARN
+    assert check.level is Severity.WARN
     assert said in check.text
     assert "\n" not in str(check)
 
@@ -158,5 +158,5 @@ def test_a_cache_that_is_no_folder_is_told(machine: dict[str, str], monkeypatch:
     add_compiler(machine, "exit 0")
     monkeypatch.setenv("XDG_CACHE_HOME", f"{machine['PATH']}/c++")
     check = check_kernels()
-    assert check.level is Level.WARN
+    assert check.level is Severity.WARN
     assert "cannot write" in check.text

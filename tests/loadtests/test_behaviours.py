@@ -11,7 +11,7 @@ import pytest
 from loadtests import behaviours
 from loadtests.behaviours import leave, poll, resume
 from loadtests.exchange import Server
-from penstock.app.reader import Answer, Recording
+from penstock.app.reader import TimedAnswer, TimedBytes
 from tests.loadtests.scripted import HEAD, REFUSED, ScriptedServer, chat, event, whole
 
 
@@ -51,11 +51,11 @@ class Pieces(Server):
         path: str,
         body: object = None,
         *,
-        patience: Callable[[Recording], bool] = lambda _: True,
+        patience: Callable[[TimedBytes], bool] = lambda _: True,
         piece_bytes: int = 65_536,
-    ) -> Recording:
+    ) -> TimedBytes:
         self.asked.append((method, path, body, piece_bytes))
-        recording = Recording(self.clock.now_s)
+        recording = TimedBytes(self.clock.now_s)
         for piece in self.replies[min(len(self.asked), len(self.replies)) - 1]:
             self.clock.now_s += 1.0
             recording.note(piece)
@@ -64,7 +64,7 @@ class Pieces(Server):
         return recording
 
 
-def outcome(answer: Answer) -> tuple[str, int, int, str | None]:
+def outcome(answer: TimedAnswer) -> tuple[str, int, int, str | None]:
     return answer.text, answer.last_event, answer.num_output_tokens, answer.error
 
 

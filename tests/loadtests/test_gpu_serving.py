@@ -11,7 +11,7 @@ import pytest
 
 from loadtests.gpu import figures, serving, sizes
 from loadtests.gpu.parts import Outcome
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 
 Sent = tuple[int, int, int, int, int]
 """Streams, prompt tokens, output tokens, rounds, client processes."""
@@ -53,7 +53,7 @@ class FakeServer:
     def write(self, _: object, folder: Path) -> None:
         folder.mkdir()
 
-    def ask(self, run: Any, job: Any, num_processes: int) -> list[Answer]:
+    def ask(self, run: Any, job: Any, num_processes: int) -> list[TimedAnswer]:
         assert (run.func, run.keywords) == (self.run_alone, {"timeout_s": 60.0})
         assert (job.host, job.port, job.path) == ("here", 80, "/v1/completions")
         (prompt_tokens, output_tokens), *_ = {
@@ -62,7 +62,7 @@ class FakeServer:
         self.sent.append((len(job.bodies), prompt_tokens, output_tokens, len(job.bodies[0]), num_processes))
         first_s, each_s = prompt_tokens / 1e3, 0.002 + prompt_tokens / 1e6
         times_s = [first_s + number * each_s for number in range(output_tokens)]
-        answer = Answer(0.0, times_s[-1], times_s, num_output_tokens=output_tokens, error=self.error)
+        answer = TimedAnswer(0.0, times_s[-1], times_s, num_output_tokens=output_tokens, error=self.error)
         return [answer for bodies in job.bodies for _ in bodies]
 
     def run_alone(self, module: str, job: dict[str, Any], **options: object) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def test_what_fails_is_told_and_the_rest_is_measured(
 ) -> None:
     ask = server.ask
 
-    def failing(*arguments: Any) -> list[Answer]:
+    def failing(*arguments: Any) -> list[TimedAnswer]:
         server.error = "no" if len(server.sent) == 2 else None
         return ask(*arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtests.pressure import figures, pool_blocks, simulated, traffic
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.simulator.run import Machine, simulate
 from penstock.priority.simulator.trace import Arrival
@@ -31,11 +31,11 @@ def test_traffic_is_of_many_lengths_and_its_pool_holds_half_of_sixteen_streams()
 def test_figures_leave_out_what_the_server_learned_from(capsys: pytest.CaptureFixture[str]) -> None:
     arrivals = [Arrival(at_s, 100, 5) for at_s in (0.0, 20.0, 40.0, 60.0, 100.0)]
     answers = [
-        Answer(0.0, 9.0, [8.0], predicted_ttft_s=1.0, status=200),
-        Answer(0.0, 9.0, [2.0], predicted_ttft_s=1.0, status=200),
-        Answer(0.0, PROMISE_S + 9, [PROMISE_S + 2.0], predicted_ttft_s=PROMISE_S + 2.0, status=200),
-        Answer(0.0, 1.0, error="full", status=503),
-        Answer(0.0, 1.0, error="cut", status=200),
+        TimedAnswer(0.0, 9.0, [8.0], predicted_ttft_s=1.0, status=200),
+        TimedAnswer(0.0, 9.0, [2.0], predicted_ttft_s=1.0, status=200),
+        TimedAnswer(0.0, PROMISE_S + 9, [PROMISE_S + 2.0], predicted_ttft_s=PROMISE_S + 2.0, status=200),
+        TimedAnswer(0.0, 1.0, error="full", status=503),
+        TimedAnswer(0.0, 1.0, error="cut", status=200),
     ]
     found = figures(arrivals, answers)
     counts = [found[name] for name in ("requests", "refused", "failed", "late")]

@@ -22,7 +22,7 @@ from penstock.app.bench.client import Job
 from penstock.app.bench.job import run_module
 from penstock.app.bench.server_process import ServerFailed
 from penstock.app.checkpoint import DEMO_MODEL
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from tests.loadtests.scripted import REFUSED, ScriptedServer, chat
 
 Log = list[Any]
@@ -96,10 +96,10 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Log:
     """The requests of warming a server, and what is compared."""
     log: Log = []
 
-    def ask(run: object, job: Job) -> list[Answer]:
+    def ask(run: object, job: Job) -> list[TimedAnswer]:
         assert run is run_module
         log.append(job)
-        return [Answer(0, 1)]
+        return [TimedAnswer(0, 1)]
 
     def compare(server: Any, run: object, arrivals: Any, token_ids: list[int], keys: Any) -> tuple[Any, ...]:
         assert run is run_module
@@ -185,7 +185,7 @@ def test_a_replay_says_in_a_line_why_there_is_none(
 def test_a_server_that_fails_when_it_is_warmed_is_not_measured(
     server: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(replay, "ask", lambda *_: [Answer(0, 1), Answer(0, 1, error="HTTP 500")])
+    monkeypatch.setattr(replay, "ask", lambda *_: [TimedAnswer(0, 1), TimedAnswer(0, 1, error="HTTP 500")])
     assert replay.main(["--requests", "1"]) == 2
     assert capsys.readouterr().err == "replay: the server answers with HTTP 500\n"
     assert len(server) == 1

@@ -16,7 +16,7 @@ import pytest
 from loadtests import soak as module
 from loadtests.exchange import Server
 from loadtests.soak import BEHAVIOURS, Clients, ServerUnderTest, main, soak
-from penstock.app.reader import Answer
+from penstock.app.reader import TimedAnswer
 from tests.loadtests.scripted import ScriptedServer, whole
 from tests.loadtests.test_behaviours import Clock
 
@@ -65,7 +65,7 @@ def under_test(target: Target) -> ServerUnderTest:
     return cast(ServerUnderTest, target)
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, ask: Callable[[str], Answer]) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch, ask: Callable[[str], TimedAnswer]) -> None:
     """Clients do nothing but ask that by their names."""
     for name in BEHAVIOURS:
         monkeypatch.setitem(BEHAVIOURS, name, lambda *_, name=name: ask(name))
@@ -101,7 +101,7 @@ def test_an_answer_ends_so(name: str, answer: dict[str, Any], down: bool, ending
     target = Target()
     target.down = down
     clients = Clients(under_test(target), 0)
-    clients._note(name, Answer(0, 1, **answer), 0.5)
+    clients._note(name, TimedAnswer(0, 1, **answer), 0.5)
     assert clients.endings == {(name, ending): 1}
     failures = [f"{name}: HTTP {answer['status']}, {answer.get('error')}"] if ending == "failed" else []
     assert clients.failures == failures
