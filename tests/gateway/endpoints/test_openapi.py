@@ -44,3 +44,27 @@ async def test_limits_and_keys_are_said() -> None:
         schemas = (await http.get("/openapi.json")).json()["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["messages"]["maxItems"] == 3
     assert {"maximum": 2, "minimum": 1, "type": "integer"} in schemas["ChatBody"]["properties"]["n"]["anyOf"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "status", "sent"),
+    [
+        ("/v1/chat/completions", 413, {"content": b" " * 300}),
+        ("/v1/chat/completions", 431, {"headers": {"x-a": "b" * 300}, "content": b"{}"}),
+        ("/v1/chat/completions", 421, {"headers": {"host": "elsewhere"}, "content": b"{}"}),
+        (
+            "/v1/chat/completions",
+            404,
+            {"json": {"model": "no", "messages": [{"role": "user", "content": "a"}]}},
+        ),
+        ("/api/show", 404, {"json": {"model": "no"}}),
+    ],
+)
+async def test_statuses_are_described(path: str, status: int, sent: dict[str, Any]) -> None:
+    limits = Limits(max_body_bytes=299, max_header_bytes=299)
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=limits, allowed_hosts=("penstock",)))
+    async with client(gateway.app) as http:
+        assert (await http.post(path, **sent)).status_code == status
+        described = (await http.get("/openapi.json")).json()["paths"][path]["post"]["responses"]
+    assert str(status) in described
