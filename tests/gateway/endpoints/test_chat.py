@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.planning.request import FinishReason
+from penstock.gateway.limits import Limits
+from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs
 
@@ -114,6 +116,21 @@ async def test_a_text_and_an_end_in_one_step_are_two_chunks() -> None:
         ("all at once", None),
         (None, "stop"),
     ]
+
+
+@pytest.mark.parametrize(("most", "num_tokens"), [(1, 1), (5, 1), (6, 1), (11, 1), (12, 2), (600, 100)])
+async def test_a_chat_in_one_piece_has_as_many_tokens_as_log_probabilities_may_be(
+    most: int, num_tokens: int
+) -> None:
+    """Six for each token of two choices, and one token at least."""
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_logprobs=most)))
+    async with client(gateway.app) as http:
+        asking = asyncio.create_task(
+            http.post("/v1/chat/completions", json=chat_body(logprobs=True, top_logprobs=2, n=2))
+        )
+        assert (await gateway.taken()).sampling.max_tokens == num_tokens
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_logprobs_of_a_chat() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,3 +98,16 @@ def test_a_memo_forgets_what_was_not_used_for_longest() -> None:
         assert get(key) == key * 600
     assert made == ["a", "b", "c", "b"]
     assert memo.get("x", lambda: "x" * 9000) == "x" * 9000
+
+
+def test_a_memo_is_full_at_its_bound_and_not_before() -> None:
+    """The result that nobody asked for longest goes first."""
+    memo, made = Memo[int, str](max_bytes=2 * (sys.getsizeof("....") + 256)), list[int]()
+
+    def make(key: int) -> str:
+        made.append(key)
+        return "...."
+
+    for key in (1, 2, 1, 2, 3, 2, 1):
+        memo.get(key, partial(make, key))
+    assert made == [1, 2, 3, 1]
