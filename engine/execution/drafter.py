@@ -25,7 +25,7 @@ from penstock.engine.execution.uploads import send_apart
 from penstock.engine.execution.verification import Verification
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import StepPlan
+from penstock.engine.planning.step import StepPlan, before_open
 from penstock.engine.program.native_drafts import NativeDraft
 from penstock.engine.sampling.sampler import has_penalties
 
@@ -34,27 +34,25 @@ class MadeDrafts:
     """Drafts that are on the device alone until the step that verifies them has landed.
 
     Args:
-        token_ids: [N] int32, pass by pass, those of each pass in the order of the sequences; -1 where there is none.
-        counts: the drafts of each sequence, the most first.
+        passes: [n] int32 of each pass, of the first n of the sequences; -1 where there is none.
         clock: has measured the passes.
         kv: is told the drafts once they are known.
     """
 
     def __init__(
-        self, token_ids: Tensor, sequences: list[Sequence], counts: list[int], clock: DeviceClock, kv: DraftKV
+        self, passes: list[Tensor], sequences: list[Sequence], clock: DeviceClock, kv: DraftKV
     ) -> None:
-        self._token_ids, self._clock, self._kv = token_ids, clock, kv
+        self._token_ids, self._clock, self._kv = torch.cat(passes), clock, kv
         self._places: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
         """The places of each sequence's drafts among the token ids."""
         first = 0
-        for number in range(max(counts)):
-            num = sum(count > number for count in counts)
-            for place, sequence in enumerate(sequences[:num], first):
+        for token_ids in passes:
+            for place, sequence in enumerate(sequences[: len(token_ids)], first):
                 self._places[sequence].append(place)
-            first += num
+            first += len(token_ids)
         self._sequences: list[Sequence] = []
         """Those whose drafts were put into a step, in its order."""
-        self.put_tokens = token_ids
+        self.put_tokens: Tensor | None = None
         """[M] int32: these drafts, one sequence's after another's."""
 
     def put(self, plan: StepPlan, step_tokens: Tensor, verification: Verification) -> None:
@@ -73,14 +71,14 @@ class MadeDrafts:
                 verified += its_rows[1:]
                 self._sequences.append(chunk.sequence)
         places_, rows_, verified_ = send_apart([places, rows, verified], step_tokens.device)
-        self.put_tokens = self._token_ids.index_select(0, places_)
-        step_tokens.index_copy_(0, rows_.long(), self.put_tokens.clamp(min=0))
-        verification.set_drafts(verified_.long(), self.put_tokens)
+        self.put_tokens = drafts = self._token_ids.index_select(0, places_)
+        step_tokens.index_copy_(0, rows_.long(), drafts.clamp(min=0))
+        verification.set_drafts(verified_.long(), drafts)
 
     def land(self, made: ListLike[list[int]]) -> float:
         """Notes the drafts, which have come to the host; the seconds that making them took."""
         for sequence, drafts in zip(self._sequences, made, strict=True):
-            self._kv.keep(sequence, _finite(drafts))
+            self._kv.keep(sequence, before_open(drafts))
         return self._clock.seconds()
 
 
@@ -140,7 +138,7 @@ class Drafter:
             made = self._make(chunks, counts) if chunks else []
         found = dict[Sequence, list[int]]()
         for place, chunk in enumerate(chunks):
-            found[chunk.sequence] = drafts = _finite(
+            found[chunk.sequence] = drafts = before_open(
                 [tokens[place] for tokens in made if place < len(tokens)]
             )
             self._kv.end(chunk, drafts)
@@ -169,20 +167,20 @@ class Drafter:
         """Makes drafts, as `_make` does, of chunks that all sample, and leaves them on the device."""
         clock = DeviceClock(self.model.device)
         with self._counts_kept(chunks):
-            token_ids = [
-                step.token_ids[: sum(count > number for count in counts)].clone()
+            passes = [
+                step.token_ids[: _num_longer(counts, number)].clone()
                 for number, step in enumerate(self._passes(chunks, counts))
             ]
         clock.stop()
         for chunk in chunks:
             self._kv.end(chunk, [])
-        return MadeDrafts(torch.cat(token_ids), [c.sequence for c in chunks], counts, clock, self._kv)
+        return MadeDrafts(passes, [chunk.sequence for chunk in chunks], clock, self._kv)
 
     def _passes(self, chunks: list[DraftChunk], counts: list[int]) -> Iterator[DraftPass]:
         """Launches one pass after the other; each reads the tokens that the one before has chosen."""
         for number in range(max(counts, default=1)):
             if number:
-                still = chunks[: sum(count > number for count in counts)]
+                still = chunks[: _num_longer(counts, number)]
                 ends = [(c.sequence, len(c.sequence.token_ids) + number - 1) for c in still]
                 chunks = [DraftChunk(sequence, end, 1, samples=True) for sequence, end in ends]
             launch = self._go_on if number and self._go_on is not None else self._launch
@@ -224,6 +222,6 @@ def _plan_of(chunks: list[DraftChunk]) -> StepPlan:
     return StepPlan([*chunks], num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
-def _finite(tokens: list[int]) -> list[int]:
-    """The tokens before the first row that had no finite logit."""
-    return tokens[: tokens.index(-1)] if -1 in tokens else tokens
+def _num_longer(counts: list[int], number: int) -> int:
+    """Of how many chunks more drafts than this are wanted."""
+    return sum(count > number for count in counts)

@@ -207,8 +207,9 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
     The first map of each kind is tried with some rows of every number that has tiles of its own.
     """
     from penstock.engine.kernels.triton import packed_linear
+    from penstock.engine.kernels.triton.boundaries import few_key
     from penstock.engine.kernels.triton.few_rows import FewRowsLinear
-    from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card, few_key
+    from penstock.engine.kernels.triton.tiles import ROW_CLASSES, Card
 
     plain, card = reference_kernels(device, dtype, dtype).linear, Card.of(device)
     few = card.boundary(few_key(dtype), 0)

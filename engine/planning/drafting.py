@@ -36,7 +36,7 @@ from penstock.engine.planning.price import Price, value
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.planning.shares import Shares
-from penstock.engine.planning.step import OPEN, Chunk, StepPlan
+from penstock.engine.planning.step import OPEN, Chunk, StepPlan, before_open
 from penstock.engine.planning.timings import NO_SECONDS, DraftSeconds
 
 log = logging.getLogger("penstock.engine")
@@ -225,7 +225,7 @@ class Drafting:
         for chunk, drafts in zip(chunks, made, strict=True):
             chunk.drafts = drafts
             if chunk.sequence in self._records:
-                self._record(chunk, len(drafts), drafts[: drafts.index(OPEN)] if OPEN in drafts else drafts)
+                self._record(chunk, len(drafts), before_open(drafts))
 
     def _record(self, chunk: Chunk, num_read: int, proposed: list[int]) -> None:
         """Records what the draft model proposed for a chunk, and that it read so many tokens for it."""

@@ -157,18 +157,15 @@ class Scheduler:
         return sure + others[start:] + others[:start]
 
     def _plan_decodes(self, plan: StepPlan, decodes: list[Sequence]) -> None:
-        """Plans one token of each: as `_plan_chunk` does, but for what cannot be."""
+        """Plans one token of each: what `_plan_chunk` does, to which those are left for which there is no room."""
         grow, chunks = self.memory.grow, plan.chunks
         for sequence in self._in_turn(decodes, self._tokens_left):
-            # Without a block table, it was preempted a moment ago.
-            if self._tokens_left <= 0 or not sequence.block_table:
-                continue
-            start = sequence.num_computed
-            copies = grow(sequence, start + 1)
+            start, copies = sequence.num_computed, None
+            if self._tokens_left > 0 and sequence.block_table:
+                copies = grow(sequence, start + 1)
             if copies is None:
-                copies = self._make_room(plan, sequence, start + 1)
-                if copies is None:
-                    continue
+                self._plan_chunk(plan, sequence, 1)
+                continue
             if copies:
                 plan.copies += copies
             chunks.append(Chunk(sequence, start, 1, True, sequence.num_preemptions))

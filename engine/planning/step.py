@@ -20,6 +20,11 @@ OPEN = -1
 """A draft that the draft model is yet to make."""
 
 
+def before_open(drafts: list[int]) -> list[int]:
+    """The drafts before the first that a draft model could not make, for want of a finite logit."""
+    return drafts[: drafts.index(OPEN)] if OPEN in drafts else drafts
+
+
 @dataclass(slots=True)
 class Chunk:
     """The tokens `[start, start + num_tokens)` of one sequence, to be computed in this step."""

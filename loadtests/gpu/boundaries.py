@@ -15,6 +15,7 @@ from loadtests.gpu.quantized import LAYOUTS, Bench, Layout, map_sizes, start_ben
 from loadtests.gpu.sizes import parse_arguments
 from loadtests.gpu.timing import measure_each
 from penstock.engine.kernels.linear import DenseLinear, Linear
+from penstock.engine.kernels.triton.boundaries import ROUND_KEY, few_key, unpack_key
 
 Way = Callable[[Linear, Tensor], Tensor]
 """Runs a map in one of its ways."""
@@ -91,7 +92,7 @@ def boundaries(bench: Bench) -> list[Boundary]:
     tiled, unpacked, rounded = (_way(name) for name in ("tiled", "unpacked", "rounded"))
     found = [
         Boundary(
-            key=f"few {str(bench.dtype).removeprefix('torch.')}",
+            key=few_key(bench.dtype),
             layout=LAYOUTS[0],
             below={"few rows": _few_rows},
             above={"torch": _torch},
@@ -100,7 +101,7 @@ def boundaries(bench: Bench) -> list[Boundary]:
     ]
     found += [
         Boundary(
-            key=f"unpack {layout.code.value}",
+            key=unpack_key(layout.code),
             layout=layout,
             below={"by tiles": tiled},
             above={"unpacked": unpacked},
@@ -112,7 +113,7 @@ def boundaries(bench: Bench) -> list[Boundary]:
     return [
         *found,
         Boundary(
-            key="round to blocks of float8",
+            key=ROUND_KEY,
             layout=LAYOUTS[-1],
             below={"by tiles": tiled, "unpacked": unpacked},
             above={"rounded": rounded},

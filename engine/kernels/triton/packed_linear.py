@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from penstock.engine.kernels.packed import UNIT, Code, PackedWeight, permuted
+from penstock.engine.kernels.triton.boundaries import ROUND_KEY, unpack_key
 from penstock.engine.kernels.triton.packed_kernels import (
     add_parts_kernel,
     packed_linear_kernel,
@@ -19,13 +20,11 @@ from penstock.engine.kernels.triton.packed_kernels import (
 from penstock.engine.kernels.triton.row_kernels import quantize_rows_kernel, rotate_rows_kernel
 from penstock.engine.kernels.triton.tiles import (
     NEVER,
-    ROUND_KEY,
     ROW_CLASSES,
     Card,
     ProductTiling,
     num_parts,
     step_inputs,
-    unpack_key,
 )
 from penstock.engine.quant.float8 import FLOAT8, LARGEST
 
@@ -38,7 +37,7 @@ MIN_SCALED_ROWS = 65
 """From so many rows on, x is rounded to 8 bits where the card multiplies e4m3: fewer wait for the weights only."""
 UNPACK_BLOCK, ADD_BLOCK, ROUND_BLOCK = 2048, 512, 4096
 ONE_WARP = 128
-"""Numbers of a row that one warp rounds."""
+"""A row of so many numbers, as blocks have, is rounded by one warp."""
 ONE_GROUP = 1 << 30
 """Stands for the size of a group that has all inputs, however many."""
 
@@ -133,16 +132,12 @@ class BlockLinear(TritonLinear):
     """A TritonLinear of e4m3 in blocks, whose products of many rows are of x that is rounded to e4m3 block by block.
 
     So DeepSeek's models were trained (DeepSeek-V3 technical report, section 3.3). Sums of a block are float32's before
-    they are scaled. The weight has `blocks`.
+    they are scaled. The weight has blocks: see `has_blocks`.
     """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, card: Card) -> None:
         super().__init__(weight, bias, card)
         self._min_rounded = card.boundary(ROUND_KEY, NEVER)
-
-    @property
-    def kind(self) -> Hashable:
-        return super().kind, self._min_rounded < NEVER
 
     def _product(self, rows: Tensor) -> Tensor:
         return self.rounded(rows) if len(rows) >= self._min_rounded else super()._product(rows)
@@ -339,7 +334,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, rotation: int = 0) -> tuple[Ten
             BLOCK=min(triton.next_power_of_2(x.shape[1]), ROUND_BLOCK),
             LARGEST=127.0 if is_int8 else LARGEST,
             ROTATION=rotation,
-            num_warps=8 if x.shape[1] >= ONE_WARP * 8 else 1,
+            num_warps=1 if x.shape[1] <= ONE_WARP else 8,
             enable_fp_fusion=False,
         )
     return numbers.view(dtype), row_scale

@@ -94,7 +94,7 @@ class Card:
         """The number of rows from which on one kernel takes over from another, as measured on this card.
 
         Args:
-            name: of `unpack_key`, `few_key`, or ROUND_KEY.
+            name: one of those in boundaries.py.
             usual: serves cards on which nobody measured it.
         """
         return int(self._known().get("boundaries", {}).get(name, usual))
@@ -112,20 +112,6 @@ def tiling_key(code: Code, dtype: torch.dtype) -> str:
 def expert_key(code: Code | None, dtype: torch.dtype) -> str:
     """The class of experts' code in the file: "experts, int4 x bfloat16", or "experts, bfloat16"."""
     return f"experts, {str(dtype).removeprefix('torch.') if code is None else tiling_key(code, dtype)}"
-
-
-def unpack_key(code: Code) -> str:
-    """The boundary from which on weights are unpacked before they are multiplied: "unpack int4", say."""
-    return f"unpack {code.value}"
-
-
-def few_key(dtype: torch.dtype) -> str:
-    """The boundary up to which a kernel for few rows serves weights in the type of x: "few bfloat16", say."""
-    return f"few {str(dtype).removeprefix('torch.')}"
-
-
-ROUND_KEY = "round to blocks of float8"
-"""The boundary from which on x is rounded to e4m3 in the blocks of its weight."""
 
 
 def expert_rows(num_pairs: int, num_experts: int) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.kernels.select import _triton_linear
-from penstock.engine.kernels.triton import few_rows, tiles
+from penstock.engine.kernels.triton import boundaries, few_rows, tiles
 from penstock.engine.kernels.triton.few_rows import MOST_ROWS, FewRowsLinear, multiply_few
 from penstock.engine.quant.formats import DENSE
 from tests.engine import ranges
@@ -72,7 +72,7 @@ def test_the_file_of_the_card_says_whether_it_serves(
     boundary: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = tiles.Card.of(device).capability
-    table = {capability: {"boundaries": {tiles.few_key(torch.float16): boundary}}}
+    table = {capability: {"boundaries": {boundaries.few_key(torch.float16): boundary}}}
     monkeypatch.setattr(tiles, "_table", lambda: table)
     said: list[str] = []
     linear = _triton_linear(device, torch.float16, said.append)(

@@ -14,7 +14,7 @@ from penstock.engine.kernels import linear as specification
 from penstock.engine.kernels import packed
 from penstock.engine.kernels.linear import IntegerLinear
 from penstock.engine.kernels.packed import Code, UnpackedLinear
-from penstock.engine.kernels.triton import packed_linear, tiles
+from penstock.engine.kernels.triton import boundaries, packed_linear, tiles
 from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
 from penstock.engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
@@ -277,7 +277,7 @@ def test_x_is_rounded_in_the_blocks_of_its_weight(
     example = Kind(code=Code.FLOAT8, group_size=group_size).random(out_features, in_features, device)
     x = random(rows, in_features, dtype=torch.float16, device=device)
     bias = random(out_features, dtype=torch.float16, device=device)
-    table = {card.capability: {"boundaries": {tiles.ROUND_KEY: 17}}}
+    table = {card.capability: {"boundaries": {boundaries.ROUND_KEY: 17}}}
     monkeypatch.setattr(tiles, "_table", lambda: table)
     linear = BlockLinear(example.weight, bias, card)
     if rows < 17:
@@ -295,7 +295,7 @@ def test_a_card_says_from_which_number_of_rows_weights_are_unpacked(
     boundary: int, card: Card, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = KINDS["int8"].random(10, 128, device).weight
-    table = {card.capability: {"boundaries": {tiles.unpack_key(Code.INT8): boundary}}}
+    table = {card.capability: {"boundaries": {boundaries.unpack_key(Code.INT8): boundary}}}
     monkeypatch.setattr(tiles, "_table", lambda: table)
     linear = TritonLinear(weight, None, card)
     x = random(boundary, 128, dtype=torch.float16, device=device)
@@ -370,8 +370,11 @@ def test_the_file_of_tiles_is_one() -> None:
     for of_card in tiles._table().values():
         for key, of_code in of_card.items():
             if key == "boundaries":
-                keys = {tiles.unpack_key(code) for code in Code} | {tiles.ROUND_KEY}
-                assert of_code.keys() <= keys | {tiles.few_key(torch.bfloat16), tiles.few_key(torch.float16)}
+                keys = {boundaries.unpack_key(code) for code in Code} | {boundaries.ROUND_KEY}
+                assert of_code.keys() <= keys | {
+                    boundaries.few_key(torch.bfloat16),
+                    boundaries.few_key(torch.float16),
+                }
                 continue
             code, _, dtype = key.removeprefix("experts, ").rpartition(" x ")
             own = Code(code) if code else None
