@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import time
 from collections import OrderedDict, defaultdict
@@ -18,6 +19,8 @@ MAX_BYTES = 64 * 1024 * 1024
 _OVERHEAD_BYTES = 256
 """An entry takes so much besides its content."""
 _FEW = 100
+_KEYS_A_TURN = 64
+"""As many keys are looked up in one turn of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,4 +216,8 @@ class MemoryStore(LocalQuotas):
             self.records.touch(key, ttl_s)
 
     async def shared(self, keys: Sequence[Key], ttl_s: float) -> builtins.list[bytes | None]:
-        return [await self.get(key, ttl_s) for key in keys]
+        values: builtins.list[bytes | None] = []
+        for start in range(0, len(keys), _KEYS_A_TURN):
+            values += [await self.get(key, ttl_s) for key in keys[start : start + _KEYS_A_TURN]]
+            await asyncio.sleep(0)  # others have their turn
+        return values

@@ -80,4 +80,4 @@ async def join(store: Store, tenant: str, pieces: Pieces, ttl_s: float) -> bytes
             return None
         ids += level
     contents = [content for content in await read(ids) if content is not None]
-    return b"".join(contents) + pieces.rest if len(contents) == len(ids) else None
+    return b"".join((*contents, pieces.rest)) if len(contents) == len(ids) else None
