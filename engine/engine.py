@@ -4,8 +4,8 @@ One thread owns everything that computes: it loads the model, plans, launches an
 threads put requests into the queue, call `wake`, and call `cancel`; a step's results leave in one StepReport.
 
 On a device that runs concurrently with the host, a step is planned and launched before the one before it is waited for,
-unless drafts pay: drafts follow tokens that the host has to know. Without such a device, the loop is the same, and each
-step has ended before the next is planned.
+unless that one has drafts, or this one is to have drafts, that the host has to know. Without such a device, the loop is
+the same, and each step has ended before the next is planned.
 """
 
 from __future__ import annotations
@@ -267,6 +267,7 @@ class Engine:
             step_seconds=step_seconds,
             has_experts=facts.has_experts,
             num_ahead=facts.num_ahead,
+            may_follow=facts.drafts_ahead,
         )
 
     def _turn(self, scheduler: Scheduler) -> None:
@@ -297,7 +298,9 @@ class Engine:
         self._num_steps += 1
         self._proven = False
         try:
-            step = launch_fitting(self._runner, scheduler, plan, partial(self._limit, scheduler, plan))
+            limit = partial(self._limit, scheduler, plan)
+            land = partial(self._land_but, scheduler, 0, is_launching=True)
+            step = launch_fitting(self._runner, scheduler, plan, limit, land)
         except DeviceError:
             raise
         except Exception as error:

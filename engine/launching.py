@@ -19,14 +19,19 @@ def goes_beside(plan: StepPlan, scheduler: Scheduler, facts: RunnerFacts) -> boo
     """Returns whether the next step is to be planned while this one runs."""
     longest_s = facts.plain_ahead_s
     if longest_s is None or not facts.num_ahead:
-        return facts.num_ahead > 0 and not plan.num_drafts
+        is_followed = scheduler.drafting is not None and scheduler.drafting.is_followed
+        return facts.num_ahead > 0 and (is_followed or not plan.num_drafts)
     if scheduler.awaits_tokens or not plan.chunks or plan.num_drafts or not is_plain(plan):
         return False
     return scheduler.queue.step_seconds(0, plan.num_tokens, plan.num_context, 0) <= longest_s
 
 
 def launch_fitting(
-    runner: Runner, scheduler: Scheduler, plan: StepPlan, limit: Callable[[], None] = lambda: None
+    runner: Runner,
+    scheduler: Scheduler,
+    plan: StepPlan,
+    limit: Callable[[], None] = lambda: None,
+    land: Callable[[], None] = lambda: None,
 ) -> StepInFlight:
     """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
 
@@ -34,6 +39,8 @@ def launch_fitting(
 
     Args:
         limit: is called between the two, while the pass runs: it sets the plan's masks.
+        land: waits for the steps in flight; called before a step is launched anew that follows drafts: the host has to
+            know where its sequences are.
 
     Raises:
         OutOfMemory: there is no room for a single token.
@@ -49,6 +56,8 @@ def launch_fitting(
             step.choose()
             return step
         except OutOfMemory as error:
+            if any(chunk.sequence.num_unsure > len(chunk.drafts) for chunk in plan.chunks):
+                land()
             if not scheduler.size.halve(plan):
                 raise
             log.warning(

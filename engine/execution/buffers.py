@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.engine.execution.seats import Placed, StepShape
 from penstock.engine.execution.uploads import cut, part_starts
-from penstock.engine.execution.verification import Verification
+from penstock.engine.execution.verification import SampledRows
 from penstock.engine.kernels.sequence_table import StepTokens
 
 
@@ -46,16 +46,16 @@ class StepBuffers:
         seats, starts, token_ids = cut(self._step, sizes)
         return StepTokens(seats, starts, token_ids, num_blocks, shape.max_query_len)
 
-    def show(self, shape: StepShape, placed: Placed, verification: Verification | None) -> None:
+    def show(self, shape: StepShape, placed: Placed, sampled: SampledRows | None) -> None:
         """Copies a step's inputs to where the graphs of its shape read them; a decode step like the last is there."""
         if not shape.is_decode:
             own, sent = self.step_tokens(shape, 0), placed.tokens
             own.seats.copy_(sent.seats)
             own.query_starts.copy_(sent.query_starts)
             own.token_ids.copy_(sent.token_ids)
-        if verification is not None:
-            self.sample_rows[: shape.num_rows].copy_(verification.rows)
-            self.numbers[: shape.num_rows].copy_(verification.numbers)
+        if sampled is not None:
+            self.sample_rows[: shape.num_rows].copy_(sampled.rows)
+            self.numbers[: shape.num_rows].copy_(sampled.numbers)
         else:
             self.show_seats(placed.sample_seats)
 

@@ -138,7 +138,7 @@ def _with_head(
         return _with_draft(target, config, kernels, kv, decoder, lm_head, native=native, reads_target=True)
     if drafted is not None:
         lm_head = spread(lm_head, columns_of(drafted.to(device), target.config.vocab_size))
-    most, dtype = target.options.max_num_seqs, kernels.activation_dtype
+    most, dtype = target.options.max_rows, kernels.activation_dtype
     first, later = program.chained(torch.zeros(most, config.hidden_size, dtype=dtype, device=device))
     of_first = Interpreter(kernels, kv, first)
     model = _with_draft(target, config, kernels, kv, of_first, lm_head, reads_target=True)

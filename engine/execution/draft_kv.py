@@ -8,11 +8,12 @@ costs nothing but its memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Chunk
+from penstock.engine.planning.step import OPEN, Chunk
 
 
 @dataclass(slots=True)
@@ -66,36 +67,57 @@ class DraftKV:
         self._contents: dict[int, bytes] = {}
         """By block: the hash of the tokens whose KV the draft model has in it."""
 
-    def begin(self, lengths: Mapping[Sequence, int]) -> list[DraftChunk]:
+    def begin(
+        self,
+        lengths: Mapping[Sequence, int],
+        coming: Mapping[Sequence, int] = MappingProxyType({}),
+        is_read: Callable[[Sequence], bool] = lambda _: False,
+    ) -> list[DraftChunk]:
         """The chunks of a pass after which so many tokens are drafted for each sequence.
 
         A chunk that reaches the last token of its sequence samples; after the others there are no drafts. Chunks that
         sample come first, the one with the most drafts foremost.
+
+        Args:
+            coming: the tokens that a step in flight may bring, by sequence.
+            is_read: says of such a sequence whether all that is known of it was read for that step.
         """
         chunks, room = list[DraftChunk](), self._max_tokens
         for sequence, length in lengths.items():
             if room <= 0:
                 break
-            progress, num_known = self._progress_of(sequence), len(sequence.token_ids)
-            start = progress.num_read
-            end = min(num_known, start + room)
+            num_coming, num_known = coming.get(sequence, 0), len(sequence.token_ids)
+            progress = self._progress_of(sequence)
+            start = num_known if num_coming and is_read(sequence) else progress.num_read
+            end = min(num_known + num_coming, start + room)
+            samples = end == num_known + num_coming
+            if not samples:
+                end = min(num_known, end)
+            if end == start:
+                continue
             room -= end - start
-            self._write(progress, sequence, end + length - 1 if end == num_known else end)
-            chunks.append(DraftChunk(sequence, start, end - start, samples=end == num_known))
+            self._write(progress, sequence, end + length - 1 if samples else end)
+            drafts = [OPEN] * (num_coming - 1) if samples else []
+            chunks.append(DraftChunk(sequence, start, end - start, samples=samples, drafts=drafts))
         return sorted(chunks, key=lambda chunk: -lengths[chunk.sequence] if chunk.samples else 1)
 
-    def end(self, chunk: DraftChunk, drafts: list[int]) -> None:
-        """Notes that a chunk was read, and that these drafts, the last of which was not read, followed it."""
+    def end(self, chunk: DraftChunk, drafts: list[int], num_coming: int = 0) -> None:
+        """Notes that a chunk was read, and that these drafts, the last of which was not read, followed it.
+
+        Args:
+            num_coming: so many of its tokens may come, if it samples.
+        """
         progress = self._progress[chunk.sequence]
-        progress.num_read = chunk.start + chunk.num_tokens
+        progress.num_read = chunk.start + chunk.num_tokens - (num_coming if chunk.samples else 0)
         if self._keeps_drafts:
             progress.drafts = drafts[:-1]
 
     def keep(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Notes the drafts of a sequence that were not known yet at the `end` of its chunk."""
+        """Notes the drafts of a sequence that were not known yet at the `end` of its chunk, which has read it all."""
         progress = self._progress.get(sequence)
-        if progress is not None and self._keeps_drafts:
-            progress.drafts = drafts[:-1]
+        if progress is not None:
+            progress.num_read = len(sequence.token_ids)
+            progress.drafts = drafts[:-1] if self._keeps_drafts else []
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that ended or gave its blocks back."""

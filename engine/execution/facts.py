@@ -34,7 +34,14 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
         max_rows=options.max_rows,
         max_scored=_MOST_SCORED if is_on_cpu else NO_LIMIT,
         has_draft_model=model.draft is not None,
+        drafts_ahead=_drafts_ahead(model) and not runs_plain,
         num_states=0 if states is None else states.num_slots,
         num_pending=0 if states is None else states.layout.num_pending,
         has_experts=model.config.spec.chosen_share > 0,
     )
+
+
+def _drafts_ahead(model: LoadedModel) -> bool:
+    """Whether the draft model runs kernel by kernel, and only positions tell what a sequence keeps of wrong drafts."""
+    is_alone = model.kernels.ranks is None and model.states is None
+    return is_alone and model.draft is not None and model.draft.native is None

@@ -32,6 +32,7 @@ from penstock.engine.execution.graphs import (
     mixed_shapes,
     verifying_shapes,
 )
+from penstock.engine.execution.in_flight import TokensInFlight
 from penstock.engine.execution.landing import Chosen, Landing, Wanted
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.memory import graph_tokens
@@ -40,7 +41,7 @@ from penstock.engine.execution.prompt_rows import PromptFindings, PromptRows
 from penstock.engine.execution.seats import Placed, Seats, StepShape
 from penstock.engine.execution.state_slots import StateBuffers, tell_slots
 from penstock.engine.execution.uploads import send_apart
-from penstock.engine.execution.verification import Verification
+from penstock.engine.execution.verification import SampledRows, Verification
 from penstock.engine.model.weights import Progress
 from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.params import SamplingParams
@@ -146,12 +147,16 @@ class Steps:
         """The steps of the model's draft model."""
         self.of_chain: Steps | None = None
         """The steps of a head after its first."""
+        self.in_flight: TokensInFlight | None = None
+        """The tokens of the step that was launched last, for a draft model to follow."""
         if model.draft is not None:
             self.of_draft, chain = Steps(model.draft, self), model.draft.chain
             self.of_chain = None if chain is None else Steps(chain, self)
             go_on = None if self.of_chain is None else self.of_chain.launch
             most = model.options.max_batch_tokens
-            self.drafter = Drafter(model.draft, self.seats, self.of_draft.launch, most, go_on)
+            self.drafter = Drafter(
+                model.draft, self.seats, self.of_draft.launch, most, go_on, lambda: self.in_flight
+            )
 
     @torch.inference_mode()
     def prepare(
@@ -172,26 +177,35 @@ class Steps:
             )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launches a step kernel by kernel, or as a graph; see `planning.device.Runner`."""
+    def launch(self, plan: StepPlan, follow: TokensInFlight | None = None) -> LaunchedStep:
+        """Launches a step kernel by kernel, or as a graph; see `planning.device.Runner`.
+
+        Args:
+            follow: of a pass of a draft model, the tokens of a step in flight that it reads.
+        """
         with self.faults(plan):
             shape = StepShape.of(plan)
             prompts = PromptRows.of(plan, self.model.options.max_rows)
             captured = self._captured(plan, shape) if prompts is None else None
             placed = self.seats.place(plan, captured or shape)
-            verification = self._verification(plan, placed, captured or shape) if shape.verifies else None
+            num_rows, seats = (captured or shape).num_rows, [seat.number for seat in placed.seats]
             made = None if self.drafter is None else self.drafter.take(plan)
-            if made is not None and verification is not None:
-                made.put(plan, placed.tokens.token_ids, verification)
+            sampled: SampledRows | None = None
+            if follow is not None and shape.verifies:
+                sampled = follow.put(plan, placed.tokens.token_ids, seats, num_rows, self.model.table)
+            elif shape.verifies:
+                sampled = verification = Verification(plan, seats, num_rows, self.model.table)
+                if made is not None:
+                    made.put(plan, placed.tokens.token_ids, verification)
             if placed.copies is not None:
                 self.model.copy_blocks(*placed.copies)
                 plan.copies = []
             found = None
             if captured is None:
-                logits, numbers, found = self._pass(plan, placed, verification, prompts)
+                logits, numbers, found = self._pass(plan, placed, sampled, prompts)
             else:
-                logits, numbers = self._replay(plan, captured, placed, verification)
-            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found, made)
+                logits, numbers = self._replay(plan, captured, placed, sampled)
+            return LaunchedStep(self, plan, placed, captured, sampled, logits, numbers, found, made)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -200,11 +214,11 @@ class Steps:
             if self.drafter is not None:
                 self.drafter.forget(sequence)
 
-    def wanted(self, plan: StepPlan, verification: Verification | None) -> list[Wanted]:
+    def wanted(self, plan: StepPlan, sampled: SampledRows | None) -> list[Wanted]:
         """The results that each chunk of a step is to bring; a chunk that does not sample brings none."""
         return [
             Wanted(
-                (place,) if verification is None else verification.rows_of[place],
+                (place,) if sampled is None else sampled.rows_of[place],
                 chunk.drafts,
                 chunk.num_logprobs,
                 chunk.candidates,
@@ -218,7 +232,7 @@ class Steps:
         return told(plan, self.seats, self.model.device)
 
     def _pass(
-        self, plan: StepPlan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
+        self, plan: StepPlan, placed: Placed, sampled: SampledRows | None, prompts: PromptRows | None
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
@@ -228,17 +242,13 @@ class Steps:
         inputs = model.kernels.gather(model.table, placed.tokens)
         if model.states is not None:
             tell_slots(inputs.batch, plan.chunks)
-        if verification is not None:
-            inputs.batch.sample_rows = verification.rows
-        numbers = inputs.numbers if verification is None else verification.numbers
+        if sampled is not None:
+            inputs.batch.sample_rows = sampled.rows
+        numbers = inputs.numbers if sampled is None else sampled.numbers
         if prompts is None:
             return model.lm_head(model.decoder(inputs.batch)), numbers, None
         hidden, found = prompts.run(model, inputs.batch)
         return model.lm_head(hidden), numbers, found
-
-    def _verification(self, plan: StepPlan, placed: Placed, shape: StepShape) -> Verification:
-        seats = [seat.number for seat in placed.seats]
-        return Verification(plan, seats, shape.num_rows, self.model.device)
 
     def _captured(self, plan: StepPlan, shape: StepShape) -> StepShape | None:
         """The shape of the graph that serves a step; None if there is none."""
@@ -247,11 +257,11 @@ class Steps:
         return captured if has_room else None
 
     def _replay(
-        self, plan: StepPlan, shape: StepShape, placed: Placed, verification: Verification | None
+        self, plan: StepPlan, shape: StepShape, placed: Placed, sampled: SampledRows | None
     ) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
         assert buffers is not None
-        buffers.show(shape, placed, verification)
+        buffers.show(shape, placed, sampled)
         if self.state_buffers is not None:
             self.state_buffers.show(plan.chunks)
         self.passes.run(shape)
@@ -348,9 +358,10 @@ class LaunchedStep:
     placed: Placed
     captured: StepShape | None
     """The shape of the graph that was replayed, if one was."""
-    verification: Verification | None
+    sampled: SampledRows | None
+    """The rows that tokens are chosen from; None if they are the last ones of the sequences."""
     logits: Tensor
-    """[S, vocab], or more rows as padding; with drafts, the logits of the verification."""
+    """[S, vocab], or more rows as padding; with drafts, the logits of the rows that are sampled."""
     numbers: Tensor
     found: PromptFindings | None
     made: MadeDrafts | None = None
@@ -363,22 +374,33 @@ class LaunchedStep:
     def choose(self) -> None:
         steps, plan, placed = self.steps, self.plan, self.placed
         with steps.faults(plan):
-            wanted = steps.wanted(plan, self.verification)
+            wanted = steps.wanted(plan, self.sampled)
             chosen = self._choose(wanted)
             steps.seats.note_launched(plan, placed.seats)
-            if self.verification is not None:
-                pairs = zip(placed.seats, plan.chunks, strict=True)
-                steps.seats.note_verified(seat for seat, chunk in pairs if chunk.drafts)
             self.token_ids = chosen.token_ids
+            if self.sampled is not None:
+                self.sampled.settle(steps.model.table, chosen.token_ids)
+            if steps.drafter is not None:
+                steps.in_flight = TokensInFlight(plan, chosen.token_ids, self.sampled)
             drafts = None if self.made is None else self.made.put_tokens
             self.landing = Landing(steps.model.device, wanted, chosen, self.found, drafts)
 
     def wait(self) -> StepResult:
         result, counts = self.landing.wait(), self.steps.model.expert_counts
+        if self.sampled is not None:
+            self._note_wrong(result)
         if self.made is not None:
             result.drafting_s = self.made.land(result.made)
         result.experts = None if counts is None else counts.take()
         return result
+
+    def _note_wrong(self, result: StepResult) -> None:
+        """Notes what the table has taken back of sequences with drafts."""
+        pairs = zip(self.placed.seats, self.plan.chunks, strict=True)
+        sampling = [(seat, len(chunk.drafts)) for seat, chunk in pairs if chunk.samples]
+        for (seat, num_drafts), sampled in zip(sampling, result.sampled, strict=True):
+            if num_drafts:
+                self.steps.seats.note_wrong(seat, num_drafts + 1 - max(1, len(sampled.token_ids)))
 
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]
@@ -416,8 +438,8 @@ class LaunchedStep:
 
     def _choose(self, wanted: list[Wanted]) -> Chosen:
         """Chooses the tokens of the step's rows, rows after wrong drafts included."""
-        verification = self.verification
-        order = [(i, 0) for i in range(len(self.plan.chunks))] if verification is None else verification.order
+        sampled = self.sampled
+        order = [(i, 0) for i in range(len(self.plan.chunks))] if sampled is None else sampled.order
         # The most likely tokens first: that may find no memory, and a chosen token is counted once.
         asking = [row for one in wanted if one.num_logprobs is not None for row in one.rows]
         tell = self._look_through(asking, wanted) if asking else lambda _: ()
@@ -429,7 +451,7 @@ class LaunchedStep:
             choose = partial(self._choose_by_kernels, len(order), filters, masks)
         else:
             return Chosen(self.numbers)
-        token_ids = choose(self.placed.sample_seats) if verification is None else verification.run(choose)
+        token_ids = choose(self.placed.sample_seats) if sampled is None else sampled.run(choose)
         return Chosen(token_ids, asking, tell(token_ids), scores)
 
     def _choose_by_kernels(

@@ -8,8 +8,9 @@ the launched steps will have written, and sends only the difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -158,13 +159,35 @@ class Seats:
                 seat.sampled_at = seat.length
 
     def note_verified(self, seats: Iterable[Seat]) -> None:
-        """Drafts of these sequences were verified: the table has the token after the last one, whichever came last.
+        """Drafts of these sequences were verified by one native call, which takes nothing back in the table.
 
-        Its lengths count wrong drafts, too; the next step of a sequence begins where they are to be written over, and
-        `place` sends that.
+        It has the token after the last draft, whichever came last, and its lengths count wrong drafts, too; the next
+        step of a sequence begins where they are to be written over, and `place` sends that.
         """
         for seat in seats:
             seat.sampled_at = -1
+
+    def note_wrong(self, seat: Seat, num_drafts: int) -> None:
+        """So many drafts of a step that has landed were wrong; the table has taken them back since."""
+        if seat.length >= 0:
+            seat.length -= num_drafts
+        if seat.sampled_at >= 0:
+            seat.sampled_at -= num_drafts
+
+    @contextmanager
+    def kept(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """Gives the rows of these sequences back the lengths and tokens that they had before."""
+        seats = [self._seat_of[sequence] for sequence in sequences]
+        before = [(seat.length, seat.sampled_at) for seat in seats]
+        table, (sent,) = self.table, send_apart([[seat.number for seat in seats]], self.table.words.device)
+        rows = sent.long()
+        lengths, last_tokens = table.lengths[rows], table.last_tokens[rows]
+        try:
+            yield
+        finally:
+            table.lengths[rows], table.last_tokens[rows] = lengths, last_tokens
+            for seat, (length, sampled_at) in zip(seats, before, strict=True):
+                seat.length, seat.sampled_at = length, sampled_at
 
     def distrust(self, plan: StepPlan) -> None:
         """The step's launch failed before it sampled: it is unknown how far it came."""
@@ -270,11 +293,12 @@ def _token_ids(chunks: ListLike[Chunk]) -> tuple[list[int], list[int]]:
     starts = [0]
     for chunk in chunks:
         known, end = chunk.sequence.token_ids, chunk.start + chunk.num_tokens
+        end -= len(chunk.drafts)
         token_ids += known[chunk.start : end]
+        if end > len(known):
+            token_ids.append(FROM_TABLE)
         if chunk.drafts:
             token_ids += chunk.drafts
-        elif end > len(known):
-            token_ids.append(FROM_TABLE)
         starts.append(len(token_ids))
     return token_ids, starts
 

@@ -42,6 +42,10 @@ class SequenceTable:
         self.block_tables = blocks.view(rows, max_blocks)
         self.prompt_lens_at, self.last_tokens_at, self.block_tables_at = rows, 2 * rows, 3 * rows
 
+    def num_outputs(self, seats: Tensor) -> Tensor:
+        """[n] int32: the output tokens of these seats whose KV is written."""
+        return (self.lengths - self.prompt_lens)[seats.long()]
+
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as TokenIds
 
 from penstock.engine.planning.request import Sequence
@@ -36,7 +37,8 @@ def withdraw(plan: StepPlan, sequence: Sequence) -> int:
         plan.chunks.remove(chunk)
         if not chunk.is_stale:
             sequence.num_computed = chunk.start
-        sequence.num_pending -= chunk.samples
+        sequence.num_pending -= chunk.samples + len(chunk.drafts)
+        sequence.num_unsure -= len(chunk.drafts)
         num_tokens += chunk.num_tokens
     plan.num_tokens -= num_tokens
     held = set(sequence.block_table)
@@ -45,7 +47,7 @@ def withdraw(plan: StepPlan, sequence: Sequence) -> int:
 
 
 def cut(plan: StepPlan, chunk: Chunk, num_tokens: int) -> None:
-    """Leaves the last tokens of a chunk, but not all of them, to a later step."""
+    """Leaves the last tokens of a chunk without drafts, but not all of them, to a later step."""
     chunk.sequence.num_computed -= num_tokens
     chunk.sequence.num_pending -= chunk.samples
     chunk.samples = False
@@ -55,11 +57,19 @@ def cut(plan: StepPlan, chunk: Chunk, num_tokens: int) -> None:
 
 def set_drafts(plan: StepPlan, chunk: Chunk, drafts: TokenIds[int], proposer: str = "") -> None:
     """Replaces a chunk's drafts; its sequence has blocks for them."""
-    num_more = len(drafts) - len(chunk.drafts)
+    sequence, num_more = chunk.sequence, len(drafts) - len(chunk.drafts)
     chunk.drafts, chunk.proposer = drafts, proposer if drafts else ""
     chunk.num_tokens += num_more
-    chunk.sequence.num_computed += num_more
+    sequence.num_computed += num_more
+    sequence.num_pending += num_more
+    sequence.num_unsure += num_more
     plan.num_tokens += num_more
+
+
+def take_back(plan: StepPlan, wrong: Mapping[Sequence, int]) -> None:
+    """The chunks of a step that followed one with drafts begin earlier, by the drafts that were wrong."""
+    for chunk in plan.chunks:
+        chunk.start -= wrong.get(chunk.sequence, 0)
 
 
 def drop_drafts(plan: StepPlan) -> int:

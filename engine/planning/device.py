@@ -68,6 +68,9 @@ class RunnerFacts:
     """Tokens of prompts that a step scores at most while other sequences run."""
     has_draft_model: bool = False
     """Whether there is a model that makes drafts."""
+    drafts_ahead: bool = False
+    """Whether it makes them of tokens that the host does not know yet: then a step may be launched before one with
+    drafts has come back."""
     num_states: int = 0
     """State slots, slot 0 included; 0 if no layer has a state."""
     num_pending: int = 0
@@ -84,6 +87,8 @@ class Runner(Protocol):
 
     def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
         """Has the draft model make the drafts of a plan that are open; called before the plan is launched.
+
+        If a step is in flight, the drafts follow the tokens that it brings, and stay on the device.
 
         Args:
             may_stay: nobody has to know the drafts before the step has landed.

@@ -13,7 +13,9 @@ at all. No step gets so many that it would break a promise on the time per token
 what they would bring.
 
 Planning knows nothing of the draft model but that there is one. Its drafts are planned as a number, and are OPEN until
-the runner has made them.
+the runner has made them. Where the runner needs no tokens from the host for them, the next step is planned before the
+one with drafts has come back: it follows as if all of them were right. The other proposers read tokens that the host
+knows, so that a step now and then waits for the one before and hears them all.
 
 The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
 "Optimizing speculative decoding for serving large language models using goodput", 2024.
@@ -54,6 +56,8 @@ _LEARNING_OF_COSTS = 0.1
 """The weight of the latest drafts in what the draft model takes."""
 _BLOCK = 3
 """Steps of one kind in a row, while drafts are tried, where steps without them are launched ahead."""
+_MOST_FOLLOWING = 16
+"""Steps that follow one with drafts before it has come back, until all proposers are asked again."""
 _SPREAD = 16
 """The tokens that the draft model has yet to read of a sequence are taken to serve so many steps."""
 
@@ -90,6 +94,7 @@ class Drafting:
         step_seconds: StepSeconds = lambda *_: 1.0,
         has_experts: bool = False,
         num_ahead: int = 0,
+        may_follow: bool = False,
     ) -> None:
         """
         Args:
@@ -101,6 +106,8 @@ class Drafting:
             step_seconds: what steps take, without the time it takes to make drafts; there are none while it says 0.
             has_experts: whether the model has experts: then drafts do not all add the same time.
             num_ahead: steps without drafts that are launched before the one before has come back.
+            may_follow: whether steps after one with drafts may be, too: then the draft model needs no tokens from the
+                host.
         """
         self.most = most
         self.clock = clock
@@ -108,6 +115,11 @@ class Drafting:
         self._step_seconds = step_seconds
         self._has_experts = has_experts
         self._block = _BLOCK if num_ahead else 1
+        self._may_follow = may_follow
+        self.is_followed = False
+        """Whether the next step may be planned before the one that was planned last, which has drafts, is back."""
+        self._num_following = 0
+        """Steps in a row that were planned before one with drafts was back."""
         self._price = Price(1.0, 1.0, lambda _: 0.0)
         """That of the step that is planned."""
         self._most_s = inf
@@ -143,7 +155,7 @@ class Drafting:
 
         Then the last one is to come back before it is planned: drafts follow tokens that the host knows.
         """
-        return self._is_active and self._num_sampling > 0 and self._may_draft
+        return not self.is_followed and self._is_active and self._num_sampling > 0 and self._may_draft
 
     def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
@@ -153,6 +165,7 @@ class Drafting:
             most_s: the seconds that the whole step may take; what is longer without drafts gets none.
         """
         self._num_steps += 1
+        follows, self.is_followed = self.is_followed, False
         self._max_tokens, self._most_s = num_tokens, most_s
         self._num_sampling = num_sampling = sum(chunk.samples for chunk in plan.chunks)
         self._is_measured = num_sampling == plan.num_tokens
@@ -160,8 +173,10 @@ class Drafting:
         if not self._is_active or not num_sampling:
             return
         pace = self._pace(num_sampling)
-        if pace.drafts and any(chunk.sequence.num_pending > 1 for chunk in plan.chunks):
+        is_ahead = any(chunk.sequence.num_pending > 1 for chunk in plan.chunks)
+        if pace.drafts and is_ahead and not follows:
             return  # a step before it has not come back, and this one says nothing of a turn with drafts
+        self._num_following = self._num_following + 1 if is_ahead else 0
         price = self._price_of(plan, pace.overhead)
         if price is None:
             return
@@ -170,11 +185,18 @@ class Drafting:
             if pace.is_look_due():
                 self._look(plan, pace, room)
         elif room > 0 and self._may_pay(num_sampling):
-            self._draft(plan, memory, room)
+            self._draft(plan, memory, room, is_ahead=is_ahead)
+            self.is_followed = self._is_to_be_followed(plan)
 
-    def _draft(self, plan: StepPlan, memory: SequenceMemory, room: int) -> None:
+    def _is_to_be_followed(self, plan: StepPlan) -> bool:
+        """Whether all drafts of a plan are the draft model's, and none is limited by what the host has to know."""
+        if not self._may_follow or self._num_following >= _MOST_FOLLOWING or not plan.num_drafts:
+            return False
+        return all(chunk.is_open or not chunk.drafts for chunk in plan.chunks) and not self.must_know(plan)
+
+    def _draft(self, plan: StepPlan, memory: SequenceMemory, room: int, *, is_ahead: bool) -> None:
         started = self.clock()
-        guesses = self._guesses(plan, is_known=True)
+        guesses = self._guesses_ahead(plan) if is_ahead else self._guesses(plan, is_known=True)
         if self._has_model and not self._rests_now(DRAFT_MODEL):
             self._leave_to_model(guesses, plan, self._num_sampling)
         counts, _ = self._counts(guesses, self._num_sampling, room)
@@ -339,18 +361,23 @@ class Drafting:
         plan.is_behind = any(proposer.is_behind for proposer in self._proposers)
         return guesses
 
-    def _guess(self, chunk: Chunk, *, is_known: bool = True) -> Guess | None:
+    def _guesses_ahead(self, plan: StepPlan) -> list[Guess]:
+        """Places for the draft model's drafts in a step that is planned before the one before it is back."""
+        chunks = [chunk for chunk in plan.chunks if not chunk.sequence.request.sampling.is_guided]
+        return [g for chunk in chunks if (g := self._guess(chunk, is_known=False)) is not None]
+
+    def _guess(self, chunk: Chunk, *, is_known: bool) -> Guess | None:
         """A place for the drafts of a chunk; None if it may not have any."""
-        sequence = chunk.sequence
-        if not chunk.samples or chunk.num_tokens != 1 or (is_known and sequence.num_pending != 1):
+        sequence, num_pending = chunk.sequence, chunk.sequence.num_pending
+        if not chunk.samples or chunk.num_tokens != 1 or (is_known and num_pending != 1):
             return None
-        length = min(self.most, sequence.horizon - 1 - len(sequence.token_ids))
+        length = min(self.most, sequence.horizon - len(sequence.token_ids) - num_pending)
         if length <= 0:
             return None
         record = self._records.get(sequence)
         if record is None:
             record = self._records[sequence] = Record(dict(self._shares.rates))
-        else:
+        elif len(sequence.token_ids) > record.start:
             self._shares.learn(record, sequence)
         record.start = len(sequence.token_ids)
         return Guess(chunk, record, length)

@@ -325,7 +325,8 @@ class SequenceMemory:
             return True  # a slot is free when the next step has come back
         table, num_computed = sequence.block_table, sequence.num_computed
         num_needed = len(self._shared(sequence)) + self._num_missing(sequence, num_tokens)
-        behind = [table[i] for i in self.windows.behind(table, num_computed, num_computed)]
+        num_sure = num_computed - sequence.num_unsure
+        behind = [table[i] for i in self.windows.behind(table, num_sure, num_sure)]
         return num_needed <= self.pool.num_free + self.num_returning + self.pool.num_alone(behind)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
@@ -415,7 +416,8 @@ class SequenceMemory:
     def _free_behind_windows(self, sequence: Sequence) -> None:
         """Gives back the blocks behind windows, but for those that have no hash yet: these are to be found again."""
         table, blocks = sequence.block_table, list[int]()
-        for i in self.windows.behind(table, sequence.num_computed, sequence.num_committed):
+        num_sure = sequence.num_computed - sequence.num_unsure
+        for i in self.windows.behind(table, num_sure, sequence.num_committed):
             blocks.append(table[i])
             table[i] = 0
         if blocks:

@@ -133,7 +133,8 @@ class Sequence:
     whatever its cause: a new prompt, the rest of a chunked one, a decode, a resume after preemption.
 
     A step that samples brings a token whose value is on the device only, until the step has come back. The token counts
-    as work at once: the next step may compute it and takes its value on the device.
+    as work at once: the next step may compute it and takes its value on the device. Of a step with drafts, the most
+    that it may bring counts, and what did not come is taken back when the step has come back.
     """
 
     request: Request
@@ -153,7 +154,11 @@ class Sequence:
     Most are, so that little is done for each of their tokens."""
     timings: Timings = field(init=False)
     num_pending: int = field(init=False, default=0)
-    """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
+    """Tokens that steps in flight bring, if all of their drafts are right. They follow `token_ids`; only the device
+    knows them yet."""
+    num_unsure: int = field(init=False, default=0)
+    """Those drafts: so many of the pending tokens may not come. `num_computed` supposes that they do, until their step
+    has come back."""
     num_computed: int = field(init=False, default=0)
     num_committed: int = field(init=False, default=0)
     """The computed tokens whose step has come back: only their blocks may be hashed."""

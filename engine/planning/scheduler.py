@@ -75,6 +75,8 @@ class Scheduler:
         """The request to which others that start first leave the blocks that it needs."""
         self._refused: Request | None = None
         """The first request of the current turn that did not fit."""
+        self._last: StepPlan | None = None
+        """The plan that was made last, until it has ended."""
 
     @property
     def most_tokens(self) -> int:
@@ -115,6 +117,7 @@ class Scheduler:
         if plan.chunks:
             plan.number = self.memory.begin_step(plan.copies)
             self.memory.assign(plan)
+            self._last = plan
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -122,11 +125,18 @@ class Scheduler:
         self.size.note_fitted()
         if result.made and self.drafting is not None:
             self.drafting.note_made(plan, result.made, result.drafting_s)
-        return self._results.commit(plan, result, now)
+        return self._results.commit(plan, result, now, self._later(plan))
 
     def fail_step(self, plan: StepPlan, error: str, now: float) -> list[Output]:
         """Ends the sequences of a step that brought no result; called in place of `commit`."""
+        self._later(plan)
         return self._results.fail(plan, error, now)
+
+    def _later(self, plan: StepPlan) -> StepPlan | None:
+        """The plan that was made after one that has ended, if it has not."""
+        if self._last is plan:
+            self._last = None
+        return self._last
 
     # Planning running sequences
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.beams import Beams, BeamSequence
+from penstock.engine.planning.chunks import take_back
 from penstock.engine.planning.params import Branch, Pooling
 from penstock.engine.planning.request import NO_LIMIT, FinishReason, Output, Request, Sequence, TokenLogprobs
 from penstock.engine.planning.request_queue import RequestQueue
@@ -73,8 +74,14 @@ class StepResults:
         self._max_num_seqs = max_num_seqs
         self._max_len = max_len
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
-        """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float, later: StepPlan | None = None
+    ) -> list[Output]:
+        """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences.
+
+        Args:
+            later: the step that was planned after it, and supposes that all of its drafts are right.
+        """
         memory = self._sequences.memory
         memory.end_step(plan.number)
         if (use := result.experts) is not None:
@@ -83,7 +90,7 @@ class StepResults:
         confirm, outputs = memory.commit, list[Output]()
         work: list[tuple[Request, int, int, int]] = []
         sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
-        has_more = bool(result.scored or result.pooled)
+        has_more, wrong = bool(result.scored or result.pooled), dict[Sequence, int]()
         for chunk in plan.chunks:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
             brought = next(sampled) if chunk.samples else None
@@ -104,6 +111,9 @@ class StepResults:
             request = sequence.request
             if brought is not None:
                 sequence.num_pending -= 1
+                if chunk.drafts:
+                    sequence.num_pending -= len(chunk.drafts)
+                    sequence.num_unsure -= len(chunk.drafts)
                 is_later = sequence.timings.first_token_s >= 0
                 if is_later and sequence.is_simple and not chunk.drafts and brought.error is None:
                     outputs.append(self._append_one(sequence, brought, now))
@@ -112,7 +122,11 @@ class StepResults:
                     brought_outputs = self._apply(chunk, brought, now)
                     outputs += brought_outputs
                     num_output = _num_charged(request, len(brought_outputs))
+                if chunk.drafts:
+                    wrong[sequence] = len(chunk.drafts) - chunk.num_accepted
             work.append((request, num_prompt, num_output, len(sequence.token_ids)))
+        if later is not None and wrong:
+            take_back(later, wrong)
         self._queue.charge(work, now)
         self._sequences.settle(now)
         return outputs
@@ -222,10 +236,10 @@ class StepResults:
 
     def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
-        sequence = chunk.sequence
+        sequence, num_tokens = chunk.sequence, 1 + len(chunk.drafts)
         if not chunk.is_stale:
-            sequence.num_computed = chunk.start + num_brought
-            self._sequences.memory.commit(sequence, sequence.num_computed)
+            sequence.num_computed -= num_tokens - num_brought
+            self._sequences.memory.commit(sequence, chunk.start + num_brought)
         chunk.num_accepted = num_brought - 1
         sequence.timings.note_drafts(chunk.proposer, len(chunk.drafts), chunk.num_accepted, now)
 

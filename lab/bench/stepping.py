@@ -62,8 +62,10 @@ class Stepper:
                 land(0)
             plan = scheduler.plan(time.perf_counter())
             if plan.chunks:
-                flights.append((plan, launch_fitting(self._runner, scheduler, plan)))
-            land(self._num_ahead if plan.chunks and not plan.num_drafts else 0)
+                step = launch_fitting(self._runner, scheduler, plan, land=lambda: land(0))
+                flights.append((plan, step))
+            is_followed = not plan.num_drafts or (drafting is not None and drafting.is_followed)
+            land(self._num_ahead if plan.chunks and is_followed else 0)
             is_over = scheduler.sequences.is_idle
         return found
 
@@ -84,19 +86,19 @@ class Stepper:
 class Always(Drafting):
     """Has a proposer, or else the draft model, draft as many tokens in every step, whatever comes of it."""
 
-    def __init__(self, proposer: Proposer | None, length: int) -> None:
-        super().__init__(proposer, length, has_model=proposer is None)
+    def __init__(self, proposer: Proposer | None, length: int, *, may_follow: bool = False) -> None:
+        super().__init__(proposer, length, has_model=proposer is None, may_follow=may_follow)
         self.proposer = proposer
 
     @property
     def is_due(self) -> bool:
-        return True
+        return not self.is_followed
 
     def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
+        self.is_followed = False
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
-        lengths = [
-            min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
-        ]
+        left = [(c.sequence.max_len, len(c.sequence.token_ids) + c.sequence.num_pending) for c in chunks]
+        lengths = [min(self.most, max_len - num_tokens) for max_len, num_tokens in left]
         if max(lengths, default=0) <= 0:
             return
         for chunk, length in zip(chunks, lengths, strict=True):
@@ -106,6 +108,7 @@ class Always(Drafting):
             name, found = self.proposer.name, self.proposer.propose([c.sequence for c in chunks], lengths)
         for chunk, drafts in zip(chunks, found, strict=True):
             set_drafts(plan, chunk, drafts, name)
+        self.is_followed = self._may_follow
 
     def note_made(self, plan: StepPlan, made: Sequence[list[int]], seconds: float) -> None:  # noqa: ARG002
         for chunk, drafts in zip([chunk for chunk in plan.chunks if chunk.is_open], made, strict=True):

@@ -92,7 +92,10 @@ class Runs:
     random: Random = field(default_factory=lambda: Random(0))
 
     def run(self) -> None:
-        """Without drafts, with drafts for nothing unless they were measured with another drafter, and with its own."""
+        """Without drafts, with drafts for nothing unless they were measured with another drafter, and with its own.
+
+        Its own are measured as the host forces them, and as they stay on the device, with a step ahead and without.
+        """
         drafted, right, rightness = self.drafted, TEXT_TOKENS[0], self.sizes.rightness
         length, kept = self.sizes.length, f"{rightness:.0%} right"
         beside = f", beside {drafted.drafter}" if drafted.reads_model else ""
@@ -102,6 +105,11 @@ class Runs:
                 self._tell(streams, f"{length} drafts, {kept}", Always(Forced(right, rightness), length))
             what = f"{length} drafts of {drafted.drafter}, {kept}"
             self._tell(streams, what, ForcedModel(Forced(right, rightness), length))
+            # Its own drafts are all right: the bias leaves it one token, too.
+            what = f"{length} drafts of {drafted.drafter}, all right"
+            self._tell(streams, what, Always(None, length))
+            if self.stepper.facts.drafts_ahead:
+                self._tell(streams, f"{what}, a step ahead", Always(None, length, may_follow=True))
 
     def _tell(self, streams: int, what: str, drafting: Always | None) -> None:
         say(f"drafts: {streams} streams, {what}")

@@ -320,14 +320,20 @@ class UnpricedDrafting(Drafting):
     """Has as many drafts as there is room for, or some of them, whatever they cost."""
 
     def __init__(
-        self, lookup: Proposer | None, most: int, pace: random.Random, *, has_model: bool = False
+        self,
+        lookup: Proposer | None,
+        most: int,
+        pace: random.Random,
+        *,
+        has_model: bool = False,
+        may_follow: bool = False,
     ) -> None:
-        super().__init__(lookup, most, has_model=has_model)
+        super().__init__(lookup, most, has_model=has_model, may_follow=may_follow)
         self._random = pace
 
     @property
     def is_due(self) -> bool:
-        return self._random.random() < 0.8
+        return not self.is_followed and self._random.random() < 0.8
 
     def extend(self, plan: StepPlan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
         self._pace(sum(chunk.samples for chunk in plan.chunks)).begin_paying()

@@ -15,8 +15,8 @@ from penstock.engine.planning.device import OutOfMemory
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.state_records import ChunkState
-from penstock.engine.planning.step import Chunk, Sampled, StepPlan, StepResult
-from tests.engine.fake_runner import FakeRunner, next_token
+from penstock.engine.planning.step import OPEN, Chunk, Sampled, StepPlan, StepResult
+from tests.engine.fake_runner import VOCABULARY, FakeRunner, next_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,9 @@ class QueuedChunk:
     end: int
     samples: bool
     drafts: tuple[int, ...]
+    """OPEN where the device makes them."""
+    num_unsure: int
+    """It may begin so many tokens earlier: drafts in flight at its launch may be wrong."""
     token_ids: tuple[int | None, ...]
     """None where only the device knows it."""
     table: tuple[int, ...]
@@ -36,17 +39,24 @@ class QueuedChunk:
 
     @classmethod
     def of(cls, chunk: Chunk, drafts: ListLike[int], block_size: int, num_tables: int) -> QueuedChunk:
-        end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *drafts]
+        end, known = chunk.start + chunk.num_tokens, chunk.sequence.token_ids
+        before = range(chunk.start, end - len(drafts))
         return cls(
             sequence=chunk.sequence,
             start=chunk.start,
             end=end,
             samples=chunk.samples,
             drafts=tuple(drafts),
-            token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
+            num_unsure=chunk.sequence.num_unsure - len(chunk.drafts),
+            token_ids=(*(known[i] if i < len(known) else None for i in before), *drafts),
             table=tuple(chunk.sequence.block_table[: -(-end // block_size) * num_tables]),
             state=None if chunk.state is None else replace(chunk.state, saves=list(chunk.state.saves)),
         )
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the host does not know its first token."""
+        return self.token_ids[:1] == (None,)
 
     @property
     def rows(self) -> tuple[ChunkState | None, int, int, int, tuple[int, ...]]:
@@ -59,6 +69,7 @@ class QueuedStep:
         sizes = runner.block_size, len(runner.windows)
         self.chunks = [QueuedChunk.of(chunk, runner.drafts_of(chunk), *sizes) for chunk in plan.chunks]
         self.made = runner.made(plan)
+        self.open = {chunk.sequence for chunk in plan.chunks if chunk.is_open}
         self.copies = list(plan.copies)
         self.result: StepResult | None = None
 
@@ -101,6 +112,17 @@ class QueuedRunner(FakeRunner):
         self._hurries = runs_early
         self._last: dict[Sequence, tuple[int, int]] = {}
         """The position and the token that each sequence sampled last."""
+        self.draws: Callable[[], int] | None = None
+        """Makes drafts on the device: 0 makes a right one, and another number one that is so much larger."""
+        self.num_wrong = 0
+        """Steps that began where drafts in flight had been wrong."""
+
+    def draft(self, plan: StepPlan, *, may_stay: bool) -> list[list[int]] | None:
+        if self.draws is None:
+            return super().draft(plan, may_stay=may_stay)
+        assert may_stay
+        self._left = {c.sequence: [OPEN] * len(c.drafts) for c in plan.chunks if c.is_open}
+        return None
 
     def watch(self, tables: SequenceMemory) -> None:
         """From now on no block may be handed out that a launched step may touch."""
@@ -163,11 +185,35 @@ class QueuedRunner(FakeRunner):
         if step.result is not None:
             return
         self._copy(step.copies)
+        if self.draws is not None:
+            step.chunks = [self._placed(chunk) for chunk in step.chunks]
+            step.made = [[*chunk.drafts] for chunk in step.chunks if chunk.sequence in step.open]
         for chunk in step.chunks:
             self._put(chunk)
         self._run_states([chunk.rows for chunk in step.chunks], breaks_off=False)
         sampled = [self._draw(chunk) for chunk in step.chunks if chunk.samples]
         step.result = StepResult(sampled, made=step.made)
+
+    def _placed(self, chunk: QueuedChunk) -> QueuedChunk:
+        """The chunk where it begins on the device, and with the drafts that the device makes."""
+        if chunk.is_unknown:
+            place, _ = self._last[chunk.sequence]
+            num_wrong = chunk.start - place
+            assert 0 <= num_wrong <= chunk.num_unsure
+            self.num_wrong += num_wrong > 0
+            chunk = replace(chunk, start=place, end=chunk.end - num_wrong)
+        if OPEN not in chunk.drafts or self.draws is None:
+            return chunk
+        first, sequence, num = chunk.end - len(chunk.drafts), chunk.sequence, len(chunk.drafts)
+        known = chunk.token_ids[0]
+        assert first == chunk.start + 1
+        self._store(chunk.table, chunk.start, self._last[sequence][1] if known is None else known)
+        seen = self._seen_by(chunk.table, first)
+        for _ in range(num):
+            right = next_token(seen, sequence.request, sequence.index, self.window)
+            seen.append((right + self.draws()) % VOCABULARY)
+        drafts = tuple(seen[-num:])
+        return replace(chunk, drafts=drafts, token_ids=(known, *drafts))
 
     def _put(self, chunk: QueuedChunk) -> None:
         for position, known in enumerate(chunk.token_ids, chunk.start):

@@ -281,8 +281,8 @@ def test_prompts_that_others_computed_need_not_be_computed_again(
     drafter, read = drafter_of(twin), list[DraftChunk]()
     begin = drafter._kv.begin
 
-    def noted(lengths: dict[Sequence, int]) -> list[DraftChunk]:
-        chunks = begin(lengths)
+    def noted(lengths: dict[Sequence, int], *more: Any) -> list[DraftChunk]:
+        chunks = begin(lengths, *more)
         read.extend(chunks)
         return chunks
 

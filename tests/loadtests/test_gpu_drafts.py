@@ -33,7 +33,9 @@ def test_drafts_are_right_as_often_as_is_wanted() -> None:
 
 
 def test_as_many_are_forced_as_the_draft_model_made() -> None:
-    sequences: list[Any] = [SimpleNamespace(num_computed=9, num_preemptions=0) for _ in range(2)]
+    sequences: list[Any] = [
+        SimpleNamespace(num_computed=9, num_preemptions=0, num_pending=5, num_unsure=4) for _ in range(2)
+    ]
     chunks = [Chunk(sequence, 4, 5, samples=True, drafts=[OPEN] * 4) for sequence in sequences]
     plan = StepPlan(chunks, num_tokens=10)
     ForcedModel(Forced(7, 1.0), 4).fill(plan, [[1, 2, 3, 4], [5]], 0.0)
@@ -50,10 +52,13 @@ def test_a_dry_run_measures_every_drafter_beside_steps_without(
         "llama-8b: TPOT, batch {}, no drafts",
         "llama-8b: TPOT, batch {}, 4 drafts, 80% right",
         "llama-8b: TPOT, batch {}, 4 drafts of a draft model, 80% right",
+        "llama-8b: TPOT, batch {}, 4 drafts of a draft model, all right",
         "llama-8b: TPOT, batch {}, no drafts, beside an EAGLE-3 head",
         "llama-8b: TPOT, batch {}, 4 drafts of an EAGLE-3 head, 80% right",
+        "llama-8b: TPOT, batch {}, 4 drafts of an EAGLE-3 head, all right",
         "qwen3.5-8b: TPOT, batch {}, no drafts, beside its own layer",
         "qwen3.5-8b: TPOT, batch {}, 4 drafts of its own layer, 80% right",
+        "qwen3.5-8b: TPOT, batch {}, 4 drafts of its own layer, all right",
     )
     figures = {figure.name: figure for figure in outcome.figures}
     assert figures.keys() == {kind.format(streams) for kind in kinds for streams in (1, 3)}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.graphs import CudaDevice
+from penstock.engine.execution.in_flight import TokensInFlight
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import LaunchedStep, ModelRunner
 from penstock.engine.kernels.kv_cache import QUANTIZED
@@ -152,9 +153,9 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end_or_never(
     assert of_draft is not None
     assert runner.model.memory.draft > 0
 
-    def launch(plan: StepPlan) -> LaunchedStep:
+    def launch(plan: StepPlan, follow: TokensInFlight | None) -> LaunchedStep:
         with cuda.watching():
-            step = of_draft.launch(plan)
+            step = of_draft.launch(plan, follow)
             step.choose()
         order.append("launch")
         wait = step.wait
@@ -190,11 +191,11 @@ def test_a_head_reads_its_target_and_itself_without_waiting(
     assert (len(of_chain.passes.graphs) > 0) == cuda_graphs
     order = list[str]()
 
-    def watched(name: str, launch: Callable[[StepPlan], LaunchedStep]) -> Callable[[StepPlan], LaunchedStep]:
-        def launched(plan: StepPlan) -> LaunchedStep:
-            order.append(name)
+    def watched(name: str, launch: Callable[..., LaunchedStep]) -> Callable[..., LaunchedStep]:
+        def launched(plan: StepPlan, follow: TokensInFlight | None = None) -> LaunchedStep:
+            order.append(name if follow is None else f"{name} follows")
             with cuda.watching():
-                step = launch(plan)
+                step = launch(plan, follow)
                 step.choose()
             step.choose = lambda: None  # type: ignore[method-assign]
             return step
@@ -203,10 +204,11 @@ def test_a_head_reads_its_target_and_itself_without_waiting(
 
     monkeypatch.setattr(drafter, "_launch", watched("first", of_draft.launch))
     monkeypatch.setattr(drafter, "_go_on", watched("later", of_chain.launch))
-    drafting = UnpricedDrafting(None, 4, random.Random(0), has_model=True)
+    drafting = UnpricedDrafting(None, 4, random.Random(0), has_model=True, may_follow=True)
     assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert not drafting.failed
-    assert "first later later" in " ".join(order)
+    assert "first later" in " ".join(order)
+    assert "first follows later later" in " ".join(order)
 
 
 def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from threading import Lock
@@ -18,6 +19,7 @@ from penstock.engine.execution import graphs as module
 from penstock.engine.execution import loader
 from penstock.engine.execution.buffers import StepBuffers
 from penstock.engine.execution.graphs import Graph
+from penstock.engine.execution.in_flight import TokensInFlight
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import LaunchedStep, ModelRunner
@@ -151,7 +153,9 @@ class StepDriver:
         self.runner.forget(self.scheduler.sequences.take_departed())
         if plan.chunks:
             self.flights.append((plan, self.launch(plan)))
-        self.land(self.num_ahead if plan.chunks and not plan.num_drafts else 0)
+        drafting = self.scheduler.drafting
+        is_followed = not plan.num_drafts or (drafting is not None and drafting.is_followed)
+        self.land(self.num_ahead if plan.chunks and is_followed else 0)
 
     def land(self, num_left: int) -> None:
         while len(self.flights) > num_left:
@@ -163,7 +167,7 @@ class StepDriver:
                 self.scheduler.drafting.observe(flown, 1.0)
 
     def launch(self, plan: StepPlan) -> StepInFlight:
-        return launch_fitting(self.runner, self.scheduler, plan)
+        return launch_fitting(self.runner, self.scheduler, plan, land=partial(self.land, 0))
 
     def tokens(self) -> dict[tuple[str, int], list[int]]:
         return {key: [t for o in outputs for t in o.token_ids] for key, outputs in self.outputs.items()}
@@ -407,15 +411,15 @@ def test_a_step_that_had_no_room_can_be_launched_again(
     driver = StepDriver(runner)
     launch, failures = runner.steps.launch, cycle([False, True])
 
-    def sometimes(plan: StepPlan) -> LaunchedStep:
+    def sometimes(plan: StepPlan, follow: TokensInFlight | None = None) -> LaunchedStep:
         if plan.num_tokens > 1 and next(failures):
             whole = getattr(runner.model, where)
             object.__setattr__(runner.model, where, _no_room)
             try:
-                return launch(plan)
+                return launch(plan, follow)
             finally:
                 object.__setattr__(runner.model, where, whole)
-        return launch(plan)
+        return launch(plan, follow)
 
     runner.steps.launch = sometimes  # type: ignore[method-assign]
     driver.run(*REQUESTS)
@@ -473,9 +477,9 @@ def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedMo
 
     launch = runner.steps.launch
 
-    def restored(plan: StepPlan) -> LaunchedStep:
+    def restored(plan: StepPlan, follow: TokensInFlight | None = None) -> LaunchedStep:
         try:
-            return launch(plan)
+            return launch(plan, follow)
         finally:
             object.__setattr__(runner.model, "decoder", decoder)
 

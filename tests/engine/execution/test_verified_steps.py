@@ -13,6 +13,7 @@ import torch
 
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution import loader
+from penstock.engine.execution.drafter import MadeDrafts
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
@@ -22,7 +23,7 @@ from penstock.engine.model.drafts import DraftSource, SharedTokens
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import Proposer
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.step import Masks, StepPlan
+from penstock.engine.planning.step import Masks, StepPlan, before_open
 from penstock.engine.planning.timings import DraftSeconds
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
@@ -106,16 +107,16 @@ def captured(model: LoadedModel) -> Captured:
 class Drafts(UnpricedDrafting):
     """In most steps; what was verified is counted by whether it was right."""
 
-    def __init__(self, lookup: Proposer | None, most: int = 5) -> None:
+    def __init__(self, lookup: Proposer | None, most: int = 5, *, may_follow: bool = False) -> None:
         """Without a proposer, the draft model makes the drafts."""
-        super().__init__(lookup, most, random.Random(1), has_model=lookup is None)
+        super().__init__(lookup, most, random.Random(1), has_model=lookup is None, may_follow=may_follow)
         self.count = Counter[bool]()
 
     def observe(self, plan: StepPlan, seconds: float) -> DraftSeconds:
         found = super().observe(plan, seconds)
         for chunk in plan.chunks:
             self.count[True] += chunk.num_accepted
-            self.count[False] += len(chunk.drafts) - chunk.num_accepted
+            self.count[False] += len(before_open([*chunk.drafts])) - chunk.num_accepted
         return found
 
 
@@ -269,24 +270,72 @@ def twin(folder: Path) -> Captured:
     return device_runner(replace(model, draft=draft), device, max_drafts=5), device
 
 
-def drafted(runner: ModelRunner, **how: Any) -> tuple[StepDriver, Drafts]:
-    drafts = Drafts(None)
+def drafted(runner: ModelRunner, *, may_follow: bool = False, **how: Any) -> tuple[StepDriver, Drafts]:
+    drafts = Drafts(None, may_follow=may_follow)
     return StepDriver(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9)), drafts
 
 
+@pytest.mark.parametrize("may_follow", [False, True])
 @pytest.mark.parametrize("how", [{"num_blocks": 12}, {"prefix_cache": False, "budget": 16}])
-def test_a_model_agrees_with_itself(twin: Captured, expected: StepDriver, how: dict[str, Any]) -> None:
+def test_a_model_agrees_with_itself(
+    twin: Captured, expected: StepDriver, how: dict[str, Any], may_follow: bool
+) -> None:
     """With penalties, too: what is drafted is not counted for those. Passes of few tokens are replayed."""
     runner, device = twin
     assert runner.steps.of_draft is not None
     num_graphs = len(runner.steps.of_draft.passes.graphs)
     device.replays.clear()
-    driver, drafts = drafted(runner, **how)
+    driver, drafts = drafted(runner, may_follow=may_follow, **how)
     of_draft = [number for number in device.replays if number > device.num_recorded - num_graphs]
     assert len(set(of_draft)) > 2
     assert driver.tokens() == expected.tokens()
     assert drafts.count[True] > 10
     assert not drafts.count[False]
+
+
+class Changed(Drafts):
+    """Of drafts some are changed to the token after them, and each that is wrong has to be one of those."""
+
+    def observe(self, plan: StepPlan, seconds: float) -> DraftSeconds:
+        for chunk in plan.chunks:
+            sequence, first = chunk.sequence, chunk.start + 1 + chunk.num_accepted
+            drafts = before_open([*chunk.drafts])[chunk.num_accepted :]
+            if drafts and first < len(sequence.token_ids):
+                assert drafts[0] == (sequence.token_ids[first] + 1) % VOCAB_SIZE, sequence
+        return super().observe(plan, seconds)
+
+
+@pytest.mark.parametrize("accuracy", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_follows_wrong_drafts_is_drafted_right(
+    twin: Captured,
+    expected: StepDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: bool,
+    accuracy: float,
+) -> None:
+    """The next step is launched, and its drafts are made, before the host knows which of the last ones were wrong."""
+    runner = twin[0] if graphs else device_runner(twin[0].model, None, max_drafts=5)
+    drafter, chance = runner.steps.drafter, torch.Generator().manual_seed(1)
+    assert drafter is not None
+    take, num_following = drafter.take, Counter[bool]()
+
+    def changed(plan: StepPlan) -> MadeDrafts | None:
+        made = take(plan)
+        if made is not None:
+            ids = made._token_ids
+            is_kept = torch.rand(len(ids), generator=chance) < accuracy
+            made._token_ids = torch.where(is_kept | (ids < 0), ids, (ids + 1) % VOCAB_SIZE)
+        for chunk in plan.chunks:
+            num_following[bool(chunk.drafts) and chunk.sequence.num_unsure > len(chunk.drafts)] += 1
+        return made
+
+    monkeypatch.setattr(drafter, "take", changed)
+    drafts = Changed(None, may_follow=True)
+    driver = StepDriver(runner, drafting=drafts).run(*REQUESTS, preempt_at=(4, 9))
+    assert driver.tokens() == expected.tokens()
+    assert min(drafts.count.values()) > 5
+    assert num_following[True] > 20
 
 
 def test_other_numbers_for_the_same_tokens(folder: Path, expected: StepDriver) -> None:

@@ -357,7 +357,7 @@ def test_what_the_model_has_to_catch_up_counts_in_what_drafting_takes() -> None:
     chunks = {s: Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in (late, known)}
     drafting.extend(step_of(running(tables, 1)), tables, 1000)
     for sequence in (late, known):
-        assert drafting._guess(step_of([sequence]).chunks[0]) is not None
+        assert drafting._guess(step_of([sequence]).chunks[0], is_known=True) is not None
 
     def seconds(sequence: Sequence, num_read: int) -> float:
         drafting._records[sequence].num_read = num_read

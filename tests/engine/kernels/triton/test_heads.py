@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,13 @@ def drafted(
     graphs: RepeatingDevice | None,
     *,
     may_stay: bool,
+    may_follow: bool = False,
 ) -> tuple[dict[tuple[str, int], list[int]], list[list[list[int]]]]:
-    """The tokens of a run, and the drafts of each of its plans, which stay on the device, if they may."""
+    """The tokens of a run, and the drafts of each of its plans, which stay on the device, if they may.
+
+    Args:
+        may_follow: whether steps with drafts are followed before they are back.
+    """
     options = replace(OPTIONS, device=device.type)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "select", lambda config, *_: kernels(config))
@@ -68,7 +74,7 @@ def drafted(
             super().note_made(plan, made, seconds)
 
     runner.draft = drafts_of  # type: ignore[method-assign]
-    drafting = Noting(None, 3, random.Random(0), has_model=True)
+    drafting = Noting(None, 3, random.Random(0), has_model=True, may_follow=may_follow)
     driver = StepDriver(runner, budget=8, num_blocks=12, drafting=drafting).run(*REQUESTS)
     assert not drafting.failed
     return driver.tokens(), told
@@ -79,12 +85,12 @@ def check(folder: Path, draft: DraftSource | None, device: torch.device) -> None
         return triton_kernels(config, device, torch.float32, OPTIONS)
 
     graphs = RepeatingDevice()
-    found = drafted(folder, draft, device, triton, graphs, may_stay=True)
-    for may_stay in (False, True):
-        plain = drafted(
-            folder, draft, CPU, lambda _: reference_kernels(CPU, torch.float32), None, may_stay=may_stay
-        )
-        assert found == plain
+    found = drafted(folder, draft, device, triton, graphs, may_stay=True, may_follow=True)
+    plain = partial(drafted, folder, draft, CPU, lambda _: reference_kernels(CPU, torch.float32), None)
+    assert found == plain(may_stay=True, may_follow=True)
+    waiting = plain(may_stay=False)
+    assert waiting == plain(may_stay=True)
+    assert waiting[0] == found[0]
     assert max(len(drafts) for step in found[1] for drafts in step) > 1
     assert graphs.replays
 
