@@ -18,21 +18,22 @@ class StepBuffers:
         sample_seats: [num_rows] int32: the seats of the rows that tokens are chosen from; of a decode step, all seats.
         sample_rows: [num_rows] int32: of a step that verifies drafts, see Verification.
         numbers: [num_rows] int32, see StepInputs.
-        logits: [num_rows, vocab]
+        logits: [num_rows, num_logits]
         token_ids: [num_rows] int32: the chosen tokens.
     """
 
     def __init__(
-        self, num_rows: int, max_tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+        self, num_rows: int, max_tokens: int, num_logits: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """
         Args:
             num_rows: of logits in a step, which has no more sequences than that.
+            num_logits: of a row, as the output head makes them.
         """
         self.sample_seats = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         self.sample_rows = torch.zeros_like(self.sample_seats)
         self.numbers = torch.zeros_like(self.sample_seats)
-        self.logits = torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
+        self.logits = torch.zeros(num_rows, num_logits, dtype=dtype, device=device)
         self.token_ids = torch.zeros_like(self.sample_seats)
         num_words = part_starts([num_rows, num_rows + 1, max_tokens])[-1]
         self._step = torch.zeros(num_words, dtype=torch.int32, device=device)

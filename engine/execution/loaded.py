@@ -33,6 +33,7 @@ class LoadedModel:
     """Tokens of the longest sequence."""
     decoder: ForwardPass
     lm_head: Linear
+    """Makes rows of logits; with ranks, those of this rank's tokens, see `whole`."""
     kv: KVCache
     table: SequenceTable
     sampler: Sampler
@@ -55,6 +56,10 @@ class LoadedModel:
     """Whether it is these passes."""
     native: NativeDraft | None = None
     """Of a draft model: all its passes in one call, which needs the target's numbers of tokens."""
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[R, vocab] of rows of logits that `lm_head` made; see `Kernels.whole`."""
+        return self.kernels.whole(logits, self.config.vocab_size)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies all that belongs to the tokens of these blocks; a draft model's KV of a copy counts as lost."""

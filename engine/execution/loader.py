@@ -225,7 +225,7 @@ def _tables(
     if not (kernels.is_static and options.cuda_graphs):
         return table, sampler, None
     dtype, most = kernels.activation_dtype, options.max_batch_tokens
-    return table, sampler, StepBuffers(options.max_rows, most, config.vocab_size, dtype, device)
+    return table, sampler, StepBuffers(options.max_rows, most, config.vocab_rows, dtype, device)
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

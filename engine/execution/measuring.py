@@ -29,7 +29,7 @@ def run_largest(
     )
     for batch in largest_batches(options, max_model_len, len(layout.windows)):
         rows = torch.arange(batch.sample_rows.numel(), dtype=torch.int32, device=device)
-        logits = weights.lm_head(decoder(batch.to(device)))
+        logits = kernels.whole(weights.lm_head(decoder(batch.to(device))), config.vocab_size)
         kernels.most_likely(logits, rows, MAX_TOP_LOGPROBS)
 
 

@@ -78,7 +78,7 @@ class PromptRows:
 
     def _score(self, model: LoadedModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         rows = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
-        logits, num_top = model.lm_head(hidden), max(num for _, num in self._scored)
+        logits, num_top = model.whole(model.lm_head(hidden)), max(num for _, num in self._scored)
         norms, *top = model.kernels.most_likely(logits, rows, num_top)
         return logprobs_of(logits, rows, targets, norms), *top
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -234,7 +234,7 @@ class Steps:
     def _pass(
         self, plan: StepPlan, placed: Placed, sampled: SampledRows | None, prompts: PromptRows | None
     ) -> tuple[Tensor, Tensor, PromptFindings | None]:
-        """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
+        """Launches the pass kernel by kernel: logits [S, n], and the output tokens [S] that there are before.
 
         With drafts, there are logits of all rows that may be sampled.
         """
@@ -310,7 +310,9 @@ class Steps:
     def choose(
         self, logits: Tensor, seats: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
     ) -> Tensor:
-        """Token ids [R] of rows of logits; the table keeps them for the next step."""
+        """Token ids [R] of rows of logits as `lm_head` makes them; the table keeps them for the next step."""
+        if filters.need_whole_rows:
+            logits = self.model.whole(logits)
         token_ids = self.model.sampler.sample(logits, seats, numbers, filters, masks)
         self.model.table.last_tokens[seats.long()] = token_ids
         return token_ids
@@ -361,7 +363,7 @@ class LaunchedStep:
     sampled: SampledRows | None
     """The rows that tokens are chosen from; None if they are the last ones of the sequences."""
     logits: Tensor
-    """[S, vocab], or more rows as padding; with drafts, the logits of the rows that are sampled."""
+    """[S, n] as `lm_head` makes them, or more rows as padding; with drafts, those of the rows that are sampled."""
     numbers: Tensor
     found: PromptFindings | None
     made: MadeDrafts | None = None
@@ -402,6 +404,10 @@ class LaunchedStep:
             if num_drafts:
                 self.steps.seats.note_wrong(seat, num_drafts + 1 - max(1, len(sampled.token_ids)))
 
+    @cached_property
+    def _whole_logits(self) -> Tensor:
+        return self.steps.model.whole(self.logits)
+
     def _look_through(
         self, asking: list[int], wanted: list[Wanted]
     ) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -410,9 +416,10 @@ class LaunchedStep:
         Returns:
             A function that makes `Chosen.told` of the token ids [R].
         """
-        (rows,), num = send_apart([asking], self.logits.device), max(one.num_logprobs or 0 for one in wanted)
-        norms, *top = self.steps.model.kernels.most_likely(self.logits, rows, num)
-        return lambda ids: (logprobs_of(self.logits, rows, ids.index_select(0, rows), norms), *top)
+        logits, num = self._whole_logits, max(one.num_logprobs or 0 for one in wanted)
+        (rows,) = send_apart([asking], logits.device)
+        norms, *top = self.steps.model.kernels.most_likely(logits, rows, num)
+        return lambda ids: (logprobs_of(logits, rows, ids.index_select(0, rows), norms), *top)
 
     def _scores(self, wanted: list[Wanted]) -> list[Tensor]:
         """Makes `Chosen.scores` of the rows that have candidates."""
@@ -422,9 +429,10 @@ class LaunchedStep:
         places = [place for place, one in enumerate(scored) for _ in one.candidates]
         candidates = [token_id for one in scored for token_id in one.candidates]
         rows = [one.rows[0] for one in scored]
-        rows_, places_, candidates_ = send_apart([rows, places, candidates], self.logits.device)
-        norms, *_ = self.steps.model.kernels.most_likely(self.logits, rows_, 0)
-        return [logprobs_of(self.logits, rows_[places_], candidates_, norms[places_])]
+        logits = self._whole_logits
+        rows_, places_, candidates_ = send_apart([rows, places, candidates], logits.device)
+        norms, *_ = self.steps.model.kernels.most_likely(logits, rows_, 0)
+        return [logprobs_of(logits, rows_[places_], candidates_, norms[places_])]
 
     def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
         """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""

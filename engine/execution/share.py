@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.ranks import Ranks
 from penstock.engine.quant.formats import Format, NamedTensors
+from penstock.engine.sampling import reference
+from penstock.engine.sampling.tables import Choose, Filters, Part, SamplingTables
 
 
 def agreed(number: int, ranks: Ranks | None) -> int:
@@ -49,7 +50,7 @@ def own_budget(limits: Budget, ranks: Ranks | None) -> Budget:
 
 
 def ranked(kernels: Kernels, ranks: Ranks) -> Kernels:
-    """The kernels of one rank. Every rank chooses tokens, and rank 0's count.
+    """The kernels of one rank.
 
     The sums lie between a layer's linear maps, so that no native kernel has a whole pass, nor an activation in a map.
     """
@@ -57,17 +58,39 @@ def ranked(kernels: Kernels, ranks: Ranks) -> Kernels:
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
         return kernels.linear(tensors, format, bias)
 
-    def choose(*arguments: Any) -> Tensor:
-        token_ids = kernels.choose(*arguments)
-        ranks.copy_first(token_ids)
-        return token_ids
-
     return replace(
         kernels,
         linear=linear,
-        choose=choose,
+        choose=_choose_together(kernels.choose, ranks),
         is_static=bool(ranks.least(int(kernels.is_static))),
         keeps_narrow=False,
         ranks=ranks,
         team=None,
     )
+
+
+def _choose_together(choose: Choose, ranks: Ranks) -> Choose:
+    """Chooses tokens from the logits that each rank has, or from whole rows where filters need them.
+
+    From whole rows every rank chooses, and rank 0's tokens count.
+    """
+    if not ranks.least(int(choose is not reference.choose)):
+        choose = reference.choose  # candidates of different kernels would not fit each other
+
+    def together(
+        logits: Tensor,
+        tables: SamplingTables,
+        seats: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
+        part: Part | None = None,
+    ) -> Tensor:
+        if not filters.need_whole_rows:
+            part = Part(ranks.rank * logits.shape[1], ranks.gather)
+        token_ids = choose(logits, tables, seats, numbers, filters, masks, part)
+        if filters.need_whole_rows:
+            ranks.copy_first(token_ids)
+        return token_ids
+
+    return together

@@ -129,6 +129,13 @@ class Kernels:
             return self.expert_linear(experts, format, num_experts, out_features, gated=gated)
         return ListedExperts([self.linear(own, format, bias) for own, bias in experts], out_features)
 
+    def whole(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Rows of logits as an output head makes them -> [R, vocab]: of ranks, each makes those of its own tokens.
+
+        All ranks call it at the same place; what is beyond the last rank's tokens is padding.
+        """
+        return logits if self.ranks is None else self.ranks.gather(logits)[:, :vocab_size].contiguous()
+
     def cap(self, head: Linear, scale: float, softcap: float) -> Linear:
         """An output head whose logits are multiplied by `scale` and, with a softcap, bent by tanh."""
         if not isinstance(head, native.NativeLinear):

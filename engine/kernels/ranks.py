@@ -43,14 +43,6 @@ class Ranks(Protocol):
         """The least number of any rank; the host waits for it."""
 
 
-def gathered(x: Tensor, ranks: Ranks, num_outputs: int) -> Tensor:
-    """Joins the outputs of a linear map, of which each rank has some, [R, n] -> [R, num_outputs].
-
-    The last ranks' outputs beyond `num_outputs` are padding.
-    """
-    return ranks.gather(x)[:, :num_outputs].contiguous()
-
-
 def embed(token_ids: Tensor, rows: Tensor, ranks: Ranks | None) -> Tensor:
     """The rows [T, hidden] of an embedding for tokens [T]; each rank has as many of its rows, in order."""
     if ranks is None:

@@ -108,8 +108,6 @@ class LinearSpec:
     """The format that it is quantized to at load; None if it is not."""
     sums: bool = False
     """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
-    gathers: int | None = None
-    """Among ranks, so many outputs are put together on each; None if each keeps its own."""
 
     @property
     def out_features(self) -> int:
@@ -238,7 +236,7 @@ def head_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
     quantization = recipe.quantization
     quantized = None if quantization is None else quantization.head_format(config.hidden_size)
     part = Part(name, config.vocab_rows, recipe.storages(name))
-    return LinearSpec((part,), config.hidden_size, quantized=quantized, gathers=config.vocab_size)
+    return LinearSpec((part,), config.hidden_size, quantized=quantized)
 
 
 def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:

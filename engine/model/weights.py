@@ -19,7 +19,6 @@ from penstock.engine.kernels.cpu.rounding import rounding_of
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.linear import Linear, chained
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.kernels.ranks import gathered
 from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.tensors import (
@@ -288,13 +287,9 @@ class Reader:
         )
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
-        """Returns the linear map of tensors in the kernels' format, followed by its collective of the ranks."""
+        """Returns the linear map of tensors in the kernels' format, followed by the sum over ranks if it has one."""
         linear, ranks = self.kernels.linear(tensors, spec.format, bias, gated=spec.gated), self.kernels.ranks
-        if ranks is None:
-            return linear
-        if spec.gathers is not None:
-            return chained(linear, partial(gathered, ranks=ranks, num_outputs=spec.gathers))
-        return chained(linear, ranks.sum) if spec.sums else linear
+        return chained(linear, ranks.sum) if ranks is not None and spec.sums else linear
 
     def _given(self, spec: LinearSpec) -> tuple[NamedTensors, Tensor | None]:
         return self.parts(spec), self._biases(spec)

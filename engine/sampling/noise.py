@@ -37,9 +37,9 @@ def noise_keys(states: Tensor, numbers: Tensor) -> Tensor:
     return mixed ^ _shifted(mixed, 31)
 
 
-def hashes(keys: Tensor, vocab_size: int) -> Tensor:
-    """[R, vocab] int64 in [0, 2^32): the random bits of each token id under each row's key [R]."""
-    token_ids = torch.arange(vocab_size, device=keys.device)
+def hashes(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
+    """[R, num_tokens] int64 in [0, 2^32): the random bits of token ids from `first` on under each row's key [R]."""
+    token_ids = torch.arange(first, first + num_tokens, device=keys.device)
     low, high = (keys & 0xFFFFFFFF)[:, None], _shifted(keys, 32)[:, None]
     return _finalized(_finalized(token_ids ^ low) ^ high)
 

@@ -18,6 +18,9 @@ For one row of logits, in this order:
    its probability. Temperature 0 is the argmax, and filters do not matter to it.
 
 A row whose raw logits are not all finite, or that has every token banned, has no token.
+
+Where ranks have parts of the vocabulary, each finds the best token of its own by rules 1 to 3 and 5, which look at one
+token at a time, and the best of these candidates is the token: a few numbers are exchanged, and no logits.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
-from penstock.engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.sampling.tables import Filters, Part, SamplingTables
 
 LEVELS = 1 << 22
 LEVELS_PER_NAT = float(1 << 17)
@@ -43,6 +46,7 @@ def choose(
     numbers: Tensor,
     filters: Filters,
     masks: Tensor | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Chooses one token for each row of logits, and counts it in its seat for the penalties of the next.
 
@@ -50,35 +54,65 @@ def choose(
     waits for the device.
 
     Args:
-        logits: [R, vocab] float32, float16 or bfloat16; they are not changed.
+        logits: [R, vocab] float32, float16 or bfloat16, or [R, n] of a part; they are not changed.
         seats: [R] int32, -1 for padding; a seat with penalties stands there once at most.
         numbers: [R] int32, the output tokens that each seat's sequence has already.
         masks: [R, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is set if token v may be chosen. None allows all.
+        part: the part of the vocabulary that the logits are for, where ranks choose together; the filters must not need
+            whole rows. Tables and masks are whole. None if the logits are, too.
 
     Returns:
-        Token ids [R] int32, -1 where there is none.
+        Token ids [R] int32, -1 where there is none; the same on all ranks.
     """
+    first = 0 if part is None else part.first
     rows = _Rows(tables, seats, numbers)
-    raw = logits.float()
-    values = processed(raw, tables, seats, numbers, masks)
-    peaks = values.amax(-1, keepdim=True)
+    raw = logits[:, : tables.vocab_size - first].float()
+    values = processed(raw, tables, seats, numbers, masks, first)
     temperature = rows.column("temperature")[:, None]
-    bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
+    bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1], first)
     scores = values + temperature * gumbel(bits)
     if filters.top_k or filters.top_p:
-        scores = scores.masked_fill(~kept(peaks - values, rows.filters, filters), -torch.inf)
-    chosen = scores.argmax(-1)
-    usable = rows.present & raw.isfinite().all(-1) & (peaks.squeeze(-1) > -torch.inf)
-    _count(chosen, usable, rows)
-    return torch.where(usable, chosen, -1).to(torch.int32)
+        depths = values.amax(-1, keepdim=True) - values
+        scores = scores.masked_fill(~kept(depths, rows.filters, filters), -torch.inf)
+    best = scores.argmax(-1, keepdim=True)
+    columns = scores.gather(1, best).view(torch.int32), best + first, ~raw.isfinite().all(-1, keepdim=True)
+    candidates = torch.cat([column.to(torch.int32) for column in columns], 1)
+    return choose_among(candidates if part is None else part.gather(candidates), tables, seats)
+
+
+def choose_among(candidates: Tensor, tables: SamplingTables, seats: Tensor) -> Tensor:
+    """Chooses the best of some candidates for each row, of equals the first, and counts it; see `choose`.
+
+    Args:
+        candidates: [R, 3 * n] int32, in the order of their token ids. A candidate is the best token of some columns:
+            the bits of its float32 score, its id, and 1 if not all raw logits of these columns are finite, else 0. The
+            score is minus infinity where none of the tokens is allowed.
+    """
+    bits, token_ids, is_bad = candidates.unflatten(1, (-1, 3)).unbind(-1)
+    scores = bits.contiguous().view(torch.float32)
+    best = scores.argmax(-1, keepdim=True)
+    is_allowed = scores.gather(1, best).squeeze(1) > -torch.inf
+    usable = (seats >= 0) & (is_bad == 0).all(-1) & is_allowed
+    chosen = token_ids.gather(1, best).squeeze(1)
+    _count(chosen, usable, tables, seats)
+    return torch.where(usable, chosen, -1)
 
 
 def processed(
-    raw: Tensor, tables: SamplingTables, seats: Tensor, numbers: Tensor, masks: Tensor | None
+    raw: Tensor,
+    tables: SamplingTables,
+    seats: Tensor,
+    numbers: Tensor,
+    masks: Tensor | None,
+    first: int = 0,
 ) -> Tensor:
-    """[R, vocab] the float32 logits after biases, penalties and masks; arguments as in `choose`."""
+    """The float32 logits after biases, penalties and masks; arguments as in `choose`.
+
+    Args:
+        raw: [R, n], of the tokens from `first` on.
+    """
     rows = _Rows(tables, seats, numbers)
-    return _masked(_penalised(_biased(raw, rows), rows), masks)
+    return _masked(_penalised(_biased(raw, rows, first), rows, first), masks, first)
 
 
 def kept(depths: Tensor, columns: Mapping[str, Tensor], filters: Filters) -> Tensor:
@@ -134,7 +168,6 @@ class _Rows:
 
     def __init__(self, tables: SamplingTables, seats: Tensor, numbers: Tensor) -> None:
         self.tables = tables
-        self.present = seats >= 0
         self.seats = seats.clamp(min=0).long()
         self.numbers = numbers
 
@@ -147,21 +180,22 @@ class _Rows:
         return self.tables.column(name)[self.seats]
 
 
-def _biased(raw: Tensor, rows: _Rows) -> Tensor:
+def _biased(raw: Tensor, rows: _Rows, first: int = 0) -> Tensor:
     entries = rows.tables.biases[rows.seats]
     codes, values = entries[..., 0], entries[..., 1].contiguous().view(torch.float32)
     active = torch.arange(entries.shape[1], device=raw.device) < rows.column("num_biases")[:, None]
     is_early = (rows.numbers < rows.column("min_tokens"))[:, None]
-    ids = torch.where(codes < 0, -1 - codes, codes)
+    places = torch.where(codes < 0, -1 - codes, codes) - first
+    active &= (places >= 0) & (places < raw.shape[1])
     values = torch.where(is_early & (codes < 0), -torch.inf, values)
-    return raw.scatter_add(1, torch.where(active, ids, 0).long(), torch.where(active, values, 0.0))
+    return raw.scatter_add(1, torch.where(active, places, 0).long(), torch.where(active, values, 0.0))
 
 
-def _penalised(values: Tensor, rows: _Rows) -> Tensor:
+def _penalised(values: Tensor, rows: _Rows, first: int = 0) -> Tensor:
     if not rows.tables.counts.numel():
         return values
     counts_rows = rows.column("counts_row")
-    codes = rows.tables.counts[counts_rows.clamp(min=0).long()]
+    codes = rows.tables.counts[:, first : first + values.shape[1]][counts_rows.clamp(min=0).long()]
     counts = codes >> 1
     repetition, presence, frequency = (
         rows.column(name)[:, None] for name in ("repetition", "presence", "frequency")
@@ -173,11 +207,11 @@ def _penalised(values: Tensor, rows: _Rows) -> Tensor:
     return torch.where(applies, penalised, values)
 
 
-def _masked(values: Tensor, masks: Tensor | None) -> Tensor:
+def _masked(values: Tensor, masks: Tensor | None, first: int = 0) -> Tensor:
     if masks is None:
         return values
     bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
-    return values.masked_fill(bits.flatten(1)[:, : values.shape[1]] == 0, -torch.inf)
+    return values.masked_fill(bits.flatten(1)[:, first : first + values.shape[1]] == 0, -torch.inf)
 
 
 def _levels(depths: Tensor, temperature: Tensor) -> Tensor:
@@ -198,11 +232,11 @@ def _nucleus(levels: Tensor, nats: Tensor, cuts: Tensor, top_p: Tensor) -> Tenso
     return ordered.masked_fill(~is_kept, 0).amax(-1, keepdim=True)
 
 
-def _count(chosen: Tensor, usable: Tensor, rows: _Rows) -> None:
-    counts = rows.tables.counts
+def _count(chosen: Tensor, usable: Tensor, tables: SamplingTables, seats: Tensor) -> None:
+    counts = tables.counts
     if not counts.numel():
         return
-    counts_rows = rows.column("counts_row")
+    counts_rows = tables.column("counts_row")[seats.clamp(min=0).long()]
     counted = usable & (counts_rows >= 0)
     places = torch.where(counted, counts_rows.long() * counts.shape[1] + chosen, 0)
     counts.view(-1).scatter_add_(0, places, 2 * counted.to(torch.int32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,11 @@ class Filters:
     """Some row has top-p or min-p."""
     sifted: bool = False
     """Some row has a filter of `sieve.py`."""
+
+    @property
+    def need_whole_rows(self) -> bool:
+        """Whether it takes all logits of a row to know which tokens may win. Otherwise the best of each part do."""
+        return self.top_k or self.top_p or self.sifted
 
 
 GRAPH_FILTERS = tuple(Filters(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
@@ -80,8 +86,31 @@ class SamplingTables:
         return self._by_dtype[dtype]
 
 
-Choose = Callable[[Tensor, SamplingTables, Tensor, Tensor, Filters, Tensor | None], Tensor]
-"""An implementation of the rule: logits, tables, seats, numbers, filters, masks -> tokens; see `reference.choose`."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of the vocabulary that one of several ranks has the logits of; each has as many columns."""
+
+    first: int
+    """The token of the first column. Columns beyond the vocabulary are padding; there is at least one token."""
+    gather: Callable[[Tensor], Tensor]
+    """Puts the ranks' rows together, [R, n] on each -> [R, ranks * n], in the order of their parts."""
+
+
+class Choose(Protocol):
+    """An implementation of the rule; see `reference.choose`."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        tables: SamplingTables,
+        seats: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
+        part: Part | None = None,
+        /,
+    ) -> Tensor: ...
+
 
 MostLikely = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 """Finds the most likely tokens of rows of logits; see `reference.most_likely`."""

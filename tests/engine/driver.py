@@ -58,16 +58,19 @@ class Driver:
         sink: TokenSink | None = None,
         quantize: str | None = None,
         followers: Followers | None = None,
+        max_drafts: int | None = None,
         expert_parallel: str = "auto",
     ) -> None:
-        """With `followers`, the model is on several ranks."""
+        """With `followers`, the model is on several ranks, and has no drafts unless `max_drafts` says so."""
+        if max_drafts is None:
+            max_drafts = MAX_DRAFTS if followers is None else 0
         options = LoadOptions(
             device="cpu",
             dtype=dtype,
             num_blocks=num_blocks,
             max_batch_tokens=budget,
             quantize=quantize,
-            max_drafts=MAX_DRAFTS if followers is None else 0,
+            max_drafts=max_drafts,
             expert_parallel=expert_parallel,
         )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +13,9 @@ from torch import Tensor
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.tables import Filters
+from penstock.engine.sampling.tables import Choose, Filters
 from tests.engine.kernels.triton.allowed_tokens import checked_sample
+from tests.engine.sampling.parts import in_parts
 from tests.gpu.cuda import DEVICE, needs_cuda
 
 pytestmark = needs_cuda
@@ -18,8 +23,8 @@ pytestmark = needs_cuda
 ROWS = 48
 
 
-def params_of(row: int) -> SamplingParams:
-    return SamplingParams(
+def params_of(row: int, **changes: Any) -> SamplingParams:
+    params = SamplingParams(
         temperature=(0.0, 0.7, 1.0, 1.5)[row % 4],
         top_p=(1.0, 0.9, 0.5)[row % 3],
         top_k=(0, 1, 50, 5000)[row // 4 % 4],
@@ -31,17 +36,22 @@ def params_of(row: int) -> SamplingParams:
         seed=row,
         num_logprobs=0,
     )
+    return replace(params, **changes)
 
 
 SEATS = list(range(ROWS))
 
 
-def make_sampler(vocab: int) -> Sampler:
+def make_sampler(
+    vocab: int, wrapped: Callable[[Choose], Choose] = lambda choose: choose, **changes: Any
+) -> Sampler:
+    """With a sequence in every seat; `changes` are of their parameters."""
     from penstock.engine.kernels.triton.sampling import TritonChoose
 
-    sampler = Sampler(ROWS, vocab, (1,), DEVICE, TritonChoose(ROWS, vocab, DEVICE))
+    sampler = Sampler(ROWS, vocab, (1,), DEVICE, wrapped(TritonChoose(ROWS, vocab, DEVICE)))
     for seat in SEATS:
-        request = Request(request_id=str(seat), prompt_token_ids=(5, 6, 7), sampling=params_of(seat))
+        sampling = params_of(seat, **changes)
+        request = Request(request_id=str(seat), prompt_token_ids=(5, 6, 7), sampling=sampling)
         sampler.assign(seat, Sequence(request))
     return sampler
 
@@ -64,6 +74,22 @@ def test_the_tokens_are_those_of_plain_torch(vocab: int, dtype: torch.dtype) -> 
     sampler = make_sampler(vocab)
     for number, logits in enumerate(random_logits(vocab, 6, dtype)):
         checked_sample(sampler, logits, *seats_and_numbers(number), Filters())
+
+
+@pytest.mark.parametrize("vocab", [128_257, 151_936])
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_best_of_the_parts_of_ranks_is_the_best_of_all(vocab: int, size: int) -> None:
+    """To the bit, penalties of earlier tokens included."""
+    free: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    whole, parts = (
+        make_sampler(vocab, **free),
+        make_sampler(vocab, lambda choose: in_parts(choose, size), **free),
+    )
+    filters = whole.filters(SEATS)
+    for number, logits in enumerate(random_logits(vocab, 4, torch.bfloat16)):
+        expected = whole.sample(logits, *seats_and_numbers(number), filters)
+        assert parts.sample(logits, *seats_and_numbers(number), filters).equal(expected)
+    assert parts.tables.counts.equal(whole.tables.counts)
 
 
 def test_it_can_be_captured_and_counts_what_it_chose() -> None:

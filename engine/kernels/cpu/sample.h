@@ -13,16 +13,25 @@
 namespace penstock {
 
 struct ChooseArgs {
-    const float* logits;  // [num_rows][vocab]
+    const float* logits;  // [num_rows][num_logits], of the tokens from `first` on
     const int32_t* seats;
     const int32_t* numbers;
     int32_t* token_ids;
+    int32_t* candidates;  // [num_rows][3] in place of tokens, as in `choose_among` of reference.py; or null
     const SamplingRow* table;  // [num_seats]
     const int32_t* biases;     // [num_seats][max_biases][2]
     int32_t* counts;           // [num_counts][vocab]
     const uint32_t* masks;     // [num_rows][ceil(vocab / 32)], a bit for each token that may be chosen; or null
-    int32_t num_rows, vocab, num_seats, max_biases, num_counts;
+    int32_t num_rows, first, num_logits, vocab, num_seats, max_biases, num_counts;
     int32_t top_k, top_p;  // the step's filters
+};
+
+// The random bits of a row's tokens, which are numbered from 0 where its logits begin.
+struct RowNoise {
+    uint64_t key;
+    int first;
+
+    PENSTOCK_INLINE v8u bits(v8i ids) const { return hashes(ids + splat_int(first), key); }
 };
 
 struct Best {
@@ -61,13 +70,13 @@ inline float scan(const Row& row, int from, int to, bool& finite) {
 
 const v8i kEach = {0, 1, 2, 3, 4, 5, 6, 7};
 
-PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, uint64_t key) {
-    const v8 scores = x + splat(temperature) * gumbel(hashes(ids, key));
+PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, RowNoise noise) {
+    const v8 scores = x + splat(temperature) * gumbel(noise.bits(ids));
     for (int lane = 0; lane < kLanes; lane++) best.take({scores[lane], ids[lane]});
 }
 
 // The best of some blocks, of which hardly a token needs more than its random bits to be ruled out.
-inline Best best_of(const Row& row, int from, int to, float temperature, uint64_t key) {
+inline Best best_of(const Row& row, int from, int to, float temperature, RowNoise noise) {
     constexpr int kTogether = 4;
     Best best;
     for (int b = from; b < to; b++) {
@@ -77,17 +86,17 @@ inline Best best_of(const Row& row, int from, int to, float temperature, uint64_
         for (int i = 0; i < kBlock; i += kTogether * kLanes) {
             v8i hits[kTogether];
             for (int j = 0; j < kTogether; j++)
-                hits[j] = hashes(kEach + splat_int(b * kBlock + i + j * kLanes), key) <= most;
+                hits[j] = noise.bits(kEach + splat_int(b * kBlock + i + j * kLanes)) <= most;
             if (!any((hits[0] | hits[1]) | (hits[2] | hits[3]))) continue;
             for (int j = i; j < i + kTogether * kLanes; j += kLanes)
-                take_noisy(best, kEach + splat_int(b * kBlock + j), load(row.block(b) + j), temperature, key);
+                take_noisy(best, kEach + splat_int(b * kBlock + j), load(row.block(b) + j), temperature, noise);
         }
     }
     return best;
 }
 
 // The best of the candidates with a logit of at least `least`; greedy where the temperature is 0.
-inline Best best_of(const Candidates& some, float least, float peak, float temperature, uint64_t key) {
+inline Best best_of(const Candidates& some, float least, float peak, float temperature, RowNoise noise) {
     Best best;
     v8u most = splat_bits(0xffffffffu);
     for (int i = 0; i < some.count; i += kLanes) {
@@ -95,8 +104,8 @@ inline Best best_of(const Candidates& some, float least, float peak, float tempe
         std::memcpy(&ids, &some.ids[i], sizeof ids);
         const v8 x = load(&some.logits[i]);
         const v8i kept = x >= splat(least);
-        if (!any(kept & (hashes(ids, key) <= most))) continue;
-        take_noisy(best, ids, kept ? x : splat(-kInfinity), temperature, key);
+        if (!any(kept & (noise.bits(ids) <= most))) continue;
+        take_noisy(best, ids, kept ? x : splat(-kInfinity), temperature, noise);
         most = splat_bits(bits_for((best.score - peak) / temperature));
     }
     return best;
@@ -126,9 +135,10 @@ inline void penalise(const SamplingRow& row, const int32_t* codes, int from, int
 }
 
 // `pairs`: see SamplingTables.biases.
-inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, int number, int from, int to, float* x) {
+inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, int number, int first, int from, int to,
+                       float* x) {
     for (int i = 0; i < count; i++) {
-        const int code = pairs[2 * i], id = code < 0 ? -1 - code : code;
+        const int code = pairs[2 * i], id = (code < 0 ? -1 - code : code) - first;
         if (id < from || id >= to) continue;
         float value;
         std::memcpy(&value, pairs + 2 * i + 1, sizeof value);
@@ -138,11 +148,18 @@ inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, 
 
 static_assert(kBlock % 32 == 0, "a word of a mask lies in one block");
 
-// `mask` is a row's; a piece of it begins with a block.
-inline void apply_mask(const uint32_t* mask, int from, int to, float* x) {
+// 32 bits of a mask from a bit on; beyond its words they are 0.
+inline uint32_t bits_from(const uint32_t* mask, int words, int bit) {
+    const int at = bit / 32, shift = bit % 32;
+    if (shift == 0) return mask[at];
+    return mask[at] >> shift | (at + 1 < words ? mask[at + 1] << (32 - shift) : 0);
+}
+
+// `mask` is a row's, of which the logits begin with bit `first`; a piece begins with a block.
+inline void apply_mask(const uint32_t* mask, int words, int first, int from, int to, float* x) {
     const v8i bits = {1, 2, 4, 8, 16, 32, 64, 128};
     for (int i = from; i < to; i += 32) {
-        const uint32_t word = mask[i / 32];
+        const uint32_t word = bits_from(mask, words, first + i);
         if (word == 0xffffffffu) continue;
         if (word == 0 && i + 32 <= to) {
             std::fill_n(x + i, 32, -kInfinity);
@@ -192,7 +209,7 @@ class Chooser {
         for (int row = 0; row < args.num_rows; row++)
             if (args.seats[row] >= args.num_seats) return false;
         args_ = &args;
-        num_blocks_ = blocks_of(args.vocab);
+        num_blocks_ = blocks_of(args.num_logits);
         reserve();
         const int most = args.num_rows < team_.size() ? team_.size() : 1;
         num_pieces_ = std::clamp(num_blocks_ / kSmallestPiece, 1, most);
@@ -222,7 +239,7 @@ class Chooser {
         reserved_ = num_blocks_;
     }
 
-    const float* raw(int row) const { return args_->logits + static_cast<size_t>(row) * args_->vocab; }
+    const float* raw(int row) const { return args_->logits + static_cast<size_t>(row) * args_->num_logits; }
 
     // Without the filters that this step leaves out.
     SamplingRow settings(int row) const {
@@ -235,7 +252,8 @@ class Chooser {
 
     int32_t* counts(int row) const {
         const int at = settings(row).counts_row;
-        return at >= 0 && at < args_->num_counts ? args_->counts + static_cast<size_t>(at) * args_->vocab : nullptr;
+        if (at < 0 || at >= args_->num_counts) return nullptr;
+        return args_->counts + static_cast<size_t>(at) * args_->vocab + args_->first;
     }
 
     bool is_adjusted(int row) const {
@@ -252,7 +270,9 @@ class Chooser {
         return {raw(row), scratch.last, num_blocks_, scratch.maxima.get()};
     }
 
-    uint64_t key(int row) const { return noise_key(settings(row).state, args_->numbers[row]); }
+    RowNoise noise(int row) const {
+        return {noise_key(settings(row).state, args_->numbers[row]), args_->first};
+    }
 
     void scan_piece(int row, int number, RowScratch& scratch) const {
         Piece& piece = scratch.pieces[number] = {};
@@ -261,27 +281,28 @@ class Chooser {
         const int from = number * num_blocks_ / num_pieces_, to = (number + 1) * num_blocks_ / num_pieces_;
         if (to == num_blocks_) {  // filled up with what is finite, and larger than no logit
             std::fill_n(scratch.last, kBlock, -FLT_MAX);
-            std::copy(raw(row) + (to - 1) * kBlock, raw(row) + args_->vocab, scratch.last);
+            std::copy(raw(row) + (to - 1) * kBlock, raw(row) + args_->num_logits, scratch.last);
         }
         const Row adjusted = chosen_from(row, scratch);
         piece.peak = scan({raw(row), scratch.last, num_blocks_, adjusted.maxima}, from, to, piece.finite);
         if (is_adjusted(row)) {
-            adjust(row, from * kBlock, std::min(to * kBlock, args_->vocab), scratch.logits.get());
+            adjust(row, from * kBlock, std::min(to * kBlock, args_->num_logits), scratch.logits.get());
             bool ignored;  // a ban is infinite
             piece.peak = scan(adjusted, from, to, ignored);
         }
-        if (is_unfiltered(row)) piece.best = best_of(adjusted, from, to, settings(row).temperature, key(row));
+        if (is_unfiltered(row)) piece.best = best_of(adjusted, from, to, settings(row).temperature, noise(row));
     }
 
     void adjust(int row, int from, int to, float* x) const {
         const SamplingRow s = settings(row);
         const int32_t* biases = args_->biases + 2 * static_cast<size_t>(args_->seats[row]) * args_->max_biases;
         std::copy(raw(row) + from, raw(row) + to, x + from);
-        if (to == args_->vocab) std::fill(x + to, x + num_blocks_ * kBlock, -kInfinity);
-        add_biases(s, biases, std::min(s.num_biases, args_->max_biases), args_->numbers[row], from, to, x);
+        if (to == args_->num_logits) std::fill(x + to, x + num_blocks_ * kBlock, -kInfinity);
+        const int num_biases = std::min(s.num_biases, args_->max_biases), words = (args_->vocab + 31) / 32;
+        add_biases(s, biases, num_biases, args_->numbers[row], args_->first, from, to, x);
         if (const int32_t* codes = counts(row)) penalise(s, codes, from, to, x);
         if (args_->masks != nullptr)
-            apply_mask(args_->masks + static_cast<size_t>(row) * ((args_->vocab + 31) / 32), from, to, x);
+            apply_mask(args_->masks + static_cast<size_t>(row) * words, words, args_->first, from, to, x);
     }
 
     void finish(int row, RowScratch& scratch) const {
@@ -289,6 +310,13 @@ class Chooser {
         for (int i = 0; i < num_pieces_; i++) all.join(scratch.pieces[i]);
         scratch.left = num_pieces_;
         if (all.finite && !is_unfiltered(row)) all.best = best_filtered(row, all.peak, scratch);
+        if (args_->candidates != nullptr) {
+            int32_t* candidate = args_->candidates + 3 * row;
+            std::memcpy(candidate, &all.best.score, sizeof all.best.score);
+            candidate[1] = args_->first + all.best.id;
+            candidate[2] = !all.finite;
+            return;
+        }
         const int id = all.finite ? all.best.id : -1;
         args_->token_ids[row] = id;
         if (int32_t* codes = id >= 0 ? counts(row) : nullptr) codes[id] += 2;
@@ -297,7 +325,7 @@ class Chooser {
     Best best_filtered(int row, float peak, RowScratch& scratch) const {
         if (!(peak > -kInfinity)) return {};
         const float least = select(chosen_from(row, scratch), peak, settings(row), scratch.candidates);
-        return best_of(scratch.candidates, least, peak, settings(row).temperature, key(row));
+        return best_of(scratch.candidates, least, peak, settings(row).temperature, noise(row));
     }
 
     Team& team_;

@@ -7,9 +7,18 @@ import ctypes
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.library import Team, check, created, expect_ints, float32, freed_with
+from penstock.engine.kernels.cpu.library import (
+    Team,
+    check,
+    created,
+    expect_ints,
+    expect_shape,
+    float32,
+    freed_with,
+)
 from penstock.engine.kernels.cpu.structs import ChooseArgs, LikelyArgs
-from penstock.engine.sampling.tables import Filters, SamplingTables, num_words
+from penstock.engine.sampling.reference import choose_among
+from penstock.engine.sampling.tables import Filters, Part, SamplingTables, num_words
 
 
 class NativeChoose:
@@ -35,6 +44,7 @@ class NativeChoose:
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """Chooses a token for each row of logits; see `engine.sampling.reference.choose`.
 
@@ -42,26 +52,28 @@ class NativeChoose:
             ValueError: tensors that do not fit each other, or a seat that does not exist.
         """
         arguments = self.arguments_of(tables)
-        num_rows = logits.shape[0]
-        if logits.shape != (num_rows, tables.vocab_size):
-            raise ValueError(f"logits {(num_rows, tables.vocab_size)} expected, not {tuple(logits.shape)}")
-        logits = float32(logits)
+        num_rows, first = logits.shape[0], 0 if part is None else part.first
+        if part is None:
+            expect_shape("logits", logits, (num_rows, tables.vocab_size))
+        logits = float32(logits[:, : tables.vocab_size - first])
         expect_ints("seats", seats, (num_rows,))
         expect_ints("numbers", numbers, (num_rows,))
         if masks is not None:
             expect_ints("masks", masks, (num_rows, num_words(tables.vocab_size)))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
+        candidates = torch.empty((num_rows, 3), dtype=torch.int32)
         arguments.logits = logits.data_ptr()
         arguments.seats, arguments.numbers = seats.data_ptr(), numbers.data_ptr()
         arguments.token_ids = token_ids.data_ptr()
         arguments.masks = None if masks is None else masks.data_ptr()
-        arguments.num_rows = num_rows
+        arguments.candidates = None if part is None else candidates.data_ptr()
+        arguments.num_rows, arguments.first, arguments.num_logits = num_rows, first, logits.shape[1]
         arguments.top_k, arguments.top_p = filters.top_k, filters.top_p
         check(self._choose(self.handle, ctypes.byref(arguments)))
-        return token_ids
+        return token_ids if part is None else choose_among(part.gather(candidates), tables, seats)
 
     def arguments_of(self, tables: SamplingTables) -> ChooseArgs:
-        """The arguments of a call, with the addresses of the tables; the rows are missing."""
+        """The arguments of a call for whole rows, with the addresses of the tables; the rows are missing."""
         if tables is not self._tables:
             self._read(tables)
         return self._arguments
@@ -72,7 +84,7 @@ class NativeChoose:
         arguments.table, arguments.biases = tables.rows.data_ptr(), tables.biases.data_ptr()
         arguments.counts, arguments.num_counts = tables.counts.data_ptr(), tables.counts.shape[0]
         arguments.num_seats, arguments.max_biases = tables.biases.shape[:2]
-        arguments.vocab = tables.vocab_size
+        arguments.vocab = arguments.num_logits = tables.vocab_size
         self._tables = tables
 
 

@@ -140,8 +140,8 @@ class GatherArgs(ctypes.Structure):
 
 class ChooseArgs(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "logits seats numbers token_ids table biases counts masks"),
-        *fields(c_int32, "num_rows vocab num_seats max_biases num_counts top_k top_p"),
+        *fields(c_void_p, "logits seats numbers token_ids candidates table biases counts masks"),
+        *fields(c_int32, "num_rows first num_logits vocab num_seats max_biases num_counts top_k top_p"),
     ]
 
 

@@ -8,8 +8,9 @@ A row of logits is cut into tiles, and a program works on one tile of one row. A
 
 A row without filters is read once, one with min-p alone twice, one with top-k or top-p four times, one with both six
 times. Of the small kernels, `bound` limits the first histogram to tokens that can still be kept, and `finish` takes the
-best token of the tiles. A row's token depends on nothing but the row: floats are only compared, and only integers are
-added up in an order that may differ.
+best of the tiles' candidates, which are as in the reference's `choose_among`; ranks put theirs together before. A row's
+token depends on nothing but the row: floats are only compared, and only integers are added up in an order that may
+differ.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from penstock.engine.kernels.triton.sampling_rows import (
     rows_of,
     store_processed_logits,
 )
-from penstock.engine.sampling.tables import Filters, SamplingTables
+from penstock.engine.sampling.tables import Filters, Part, SamplingTables
 
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 """Products and sums are rounded one by one, as torch rounds them."""
@@ -59,7 +60,7 @@ class TritonChoose:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, tile: int = 4096) -> None:
         self._vocab_size = vocab_size
         self._tile = tile
-        self._num_tiles = num_tiles = triton.cdiv(vocab_size, tile)
+        num_tiles = triton.cdiv(vocab_size, tile)
         self._groups = min(GROUPS, tile)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -69,8 +70,7 @@ class TritonChoose:
         """Logits of the rows with biases or penalties; unchanged rows are read where they are."""
         self._maxima = empty(max_rows, num_tiles * self._groups)
         self._peaks = empty(max_rows)
-        self._scores = empty(max_rows, num_tiles)
-        self._ints = empty(max_rows, 2, num_tiles, dtype=torch.int32)
+        self._candidates = empty(max_rows * num_tiles * 3, dtype=torch.int32)
         self._searches = empty(max_rows, NUM_STAGES, SEARCH_SIZE, dtype=torch.int64)
         self._histograms = empty(max_rows, NUM_STAGES, BINS, dtype=torch.int64)
 
@@ -82,6 +82,7 @@ class TritonChoose:
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         num_rows = logits.shape[0]
         if num_rows > self._values.shape[0]:
@@ -89,7 +90,7 @@ class TritonChoose:
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            self._launch(logits, tables, seats, numbers, filters, masks, token_ids)
+            self._launch(logits, tables, seats, numbers, filters, masks, part, token_ids)
         return token_ids
 
     def _launch(
@@ -100,18 +101,22 @@ class TritonChoose:
         numbers: Tensor,
         filters: Filters,
         masks: Tensor | None,
+        part: Part | None,
         token_ids: Tensor,
     ) -> None:
-        grid = (logits.shape[0], self._num_tiles)
+        num_rows, num_logits = logits.shape
+        grid = (num_rows, triton.cdiv(num_logits, self._tile))
+        candidates = self._candidates[: num_rows * grid[1] * 3].view(num_rows, -1)
+        first = 0 if part is None else part.first
         words = tables.view(torch.int32)
         rows = (logits, logits.stride(0), seats, words)
         tiles = (*rows, self._values, self._maxima)
-        found = (self._scores, self._ints)
         kinds = {"TOP_K": filters.top_k, "TOP_P": filters.top_p, "VOCAB": self._vocab_size, **OPTIONS}
         tiled = {"MASKED": masks is not None, "GROUPS": self._groups, "TILE": self._tile, **kinds}
         max_biases = tables.biases.shape[1]
         limits = (tables.biases, tables.counts, tables.counts if masks is None else masks)
-        prepare_kernel[grid](*tiles, numbers, *limits, *found, MAX_BIASES=max_biases, **tiled)
+        of_part = {"FIRST": first, "END": min(first + num_logits, self._vocab_size)}
+        prepare_kernel[grid](*tiles, numbers, *limits, candidates, MAX_BIASES=max_biases, **of_part, **tiled)
         if filters.top_k or filters.top_p:
             search = (self._peaks, self._searches, self._histograms)
             num_maxima = self._maxima.shape[1]
@@ -119,16 +124,19 @@ class TritonChoose:
             bound_kernel[grid[:1]](seats, words, self._maxima, *search, **maxima, **kinds)
             for stage in (0, 1) * filters.top_k + (2, 3) * filters.top_p:
                 histogram_kernel[grid](*tiles, *search, STAGE=stage, **tiled)
-            choose_kernel[grid](*tiles, *search, numbers, *found, **tiled)
+            choose_kernel[grid](*tiles, *search, numbers, candidates, **tiled)
+        if part is not None:
+            candidates = part.gather(candidates)
+        num_candidates = candidates.shape[1] // 3
         finish_kernel[grid[:1]](
             seats,
             words,
             tables.counts,
-            *found,
+            candidates,
             token_ids,
             VOCAB=self._vocab_size,
-            NUM_TILES=self._num_tiles,
-            TILES=triton.next_power_of_2(self._num_tiles),
+            NUM_CANDIDATES=num_candidates,
+            CANDIDATES=triton.next_power_of_2(num_candidates),
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -146,9 +154,10 @@ def prepare_kernel(
     biases: tl.tensor,
     counts: tl.tensor,
     masks: tl.tensor,
-    scores: tl.tensor,
-    ints: tl.tensor,
+    candidates: tl.tensor,
     MAX_BIASES: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
     MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -158,9 +167,7 @@ def prepare_kernel(
 ) -> None:
     """Applies biases, penalties and masks to one tile of one row; finds its largest logits, or scores without filters.
 
-    `masks` are read if MASKED.
-    `scores` has a row for each row of logits, with the best score of each tile. `ints` has two: the best token, and
-    whether a raw logit is not finite.
+    `masks` are read if MASKED. The logits are those of the tokens from FIRST to END, of which `values` has as many.
     """
     row, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     seat = tl.load(seats + row).to(tl.int64)
@@ -168,19 +175,22 @@ def prepare_kernel(
         return
     words += seat * WORDS
     number = tl.load(numbers + row)
-    ids = tile * TILE + tl.arange(0, TILE)
-    inside = ids < VOCAB
-    ints += row * 2 * num_tiles + tile
+    first = FIRST + tile * TILE
+    ids = first + tl.arange(0, TILE)
+    inside = ids < END
+    candidate = candidates + (row * num_tiles + tile) * 3
     logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
+    logits_row -= FIRST
+    values_row -= FIRST
 
     biases += seat * MAX_BIASES * 2
     mask_row = masks + row.to(tl.int64) * ((VOCAB + 31) // 32)
     store_processed_logits(
-        logits_row, words, number, biases, counts, mask_row, values_row, tile * TILE, MASKED, VOCAB, TILE
+        logits_row, words, number, biases, counts, mask_row, values_row, first, MASKED, END, VOCAB, TILE
     )
     raw = tl.load(logits_row + ids, mask=inside, other=0.0).to(tl.float32)
-    tl.store(ints + num_tiles, tl.max((inside & ((tl.abs(raw) < INFINITY) == 0)).to(tl.int32)))
-    processed = processed_logits(logits_row, words, values_row, ids, MASKED, VOCAB)
+    tl.store(candidate + 2, tl.max((inside & ((tl.abs(raw) < INFINITY) == 0)).to(tl.int32)))
+    processed = processed_logits(logits_row, words, values_row, ids, MASKED, END)
     temperature, _, _, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
         largest = tl.max(tl.reshape(processed, (GROUPS, TILE // GROUPS)), 1)
@@ -189,8 +199,8 @@ def prepare_kernel(
         noisy = processed
         if temperature > 0:
             noisy += temperature * gumbel_noise(words, number, ids)
-        tl.store(scores + row * num_tiles + tile, tl.max(noisy))
-        tl.store(ints, tile * TILE + tl.argmax(noisy, 0, tie_break_left=True))
+        tl.store(candidate, tl.max(noisy).to(tl.int32, bitcast=True))
+        tl.store(candidate + 1, first + tl.argmax(noisy, 0, tie_break_left=True))
 
 
 @triton.jit
@@ -205,8 +215,7 @@ def choose_kernel(
     searches: tl.tensor,
     histograms: tl.tensor,
     numbers: tl.tensor,
-    scores: tl.tensor,
-    ints: tl.tensor,
+    candidates: tl.tensor,
     MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -239,8 +248,9 @@ def choose_kernel(
             noisy += temperature * gumbel_noise(words, tl.load(numbers + row), ids)
             best = tl.max(noisy)
             best_id = tile * TILE + tl.argmax(noisy, 0, tie_break_left=True)
-        tl.store(scores + row * num_tiles + tile, best)
-        tl.store(ints + row * 2 * num_tiles + tile, best_id)
+        candidate = candidates + (row * num_tiles + tile) * 3
+        tl.store(candidate, best.to(tl.int32, bitcast=True))
+        tl.store(candidate + 1, best_id)
 
 
 @triton.jit
@@ -248,26 +258,27 @@ def finish_kernel(
     seats: tl.tensor,
     words: tl.tensor,
     counts: tl.tensor,
-    scores: tl.tensor,
-    ints: tl.tensor,
+    candidates: tl.tensor,
     token_ids: tl.tensor,
     VOCAB: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ) -> None:
-    """Takes the best token of one row's tiles, and counts it."""
+    """Takes the best of one row's candidates, and counts it."""
     row = tl.program_id(0)
     seat = tl.load(seats + row).to(tl.int64)
     if seat < 0:
         tl.store(token_ids + row, -1)
         return
-    tiles = tl.arange(0, TILES)
-    exists = tiles < NUM_TILES
-    ints += row * 2 * NUM_TILES
-    best = tl.load(scores + row * NUM_TILES + tiles, mask=exists, other=-INFINITY)
-    bad = tl.max(tl.load(ints + NUM_TILES + tiles, mask=exists, other=0))
-    usable = (bad == 0) & (tl.max(best) > -INFINITY)
-    token_id = tl.minimum(tl.load(ints + tl.argmax(best, 0, tie_break_left=True)), VOCAB - 1)
+    places = tl.arange(0, CANDIDATES)
+    exists = places < NUM_CANDIDATES
+    candidates += row * NUM_CANDIDATES * 3
+    bits = tl.load(candidates + 3 * places, mask=exists, other=0)
+    scores = tl.where(exists, bits.to(tl.float32, bitcast=True), -INFINITY)
+    bad = tl.max(tl.load(candidates + 3 * places + 2, mask=exists, other=0))
+    usable = (bad == 0) & (tl.max(scores) > -INFINITY)
+    best = tl.argmax(scores, 0, tie_break_left=True)
+    token_id = tl.minimum(tl.load(candidates + 3 * best + 1), VOCAB - 1)
     tl.store(token_ids + row, tl.where(usable, token_id, -1))
     counts_row = tl.load(words + seat * WORDS + COUNTS_ROW_AT).to(tl.int64)
     if usable & (counts_row >= 0):

@@ -57,38 +57,42 @@ def store_processed_logits(
     values_row: tl.tensor,
     first: tl.tensor,
     MASKED: tl.constexpr,
+    END: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes one tile of a row after biases, penalties and its mask to `values_row`, if the row has any."""
+    """Writes one tile of a row after biases, penalties and its mask to `values_row`, if the row has any.
+
+    Both rows are where token 0 would be; there are logits of tokens below END.
+    """
     counts_row = tl.load(words + COUNTS_ROW_AT).to(tl.int64)
     num_biases = tl.load(words + _NUM_BIASES)
     if (counts_row >= 0) | (num_biases > 0) | MASKED:
         ids = first + tl.arange(0, TILE)
-        raw = tl.load(logits_row + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
-        tl.store(values_row + ids, raw, mask=ids < VOCAB)
+        raw = tl.load(logits_row + ids, mask=ids < END, other=0.0).to(tl.float32)
+        tl.store(values_row + ids, raw, mask=ids < END)
         is_early = number < tl.load(words + _MIN_TOKENS)
         tl.debug_barrier()
         for start in range(0, num_biases, _BIASES):
             places = start + tl.arange(0, _BIASES)
-            code = tl.load(biases + 2 * places, mask=places < num_biases, other=VOCAB)
+            code = tl.load(biases + 2 * places, mask=places < num_biases, other=END)
             value = tl.load(biases + 2 * places + 1, mask=places < num_biases, other=0)
             at = tl.where(code < 0, -1 - code, code)
-            here = (at >= first) & (at < first + TILE) & (at < VOCAB)
+            here = (at >= first) & (at < first + TILE) & (at < END)
             bias = tl.where((code < 0) & is_early, -INFINITY, value.to(tl.float32, bitcast=True))
             unbiased = tl.load(logits_row + at, mask=here, other=0.0).to(tl.float32)
             tl.store(values_row + at, unbiased + bias, mask=here)
         tl.debug_barrier()
         if counts_row >= 0:
-            codes = tl.load(counts + counts_row * VOCAB + ids, mask=ids < VOCAB, other=0)
-            biased = tl.load(values_row + ids, mask=ids < VOCAB, other=0.0)
-            tl.store(values_row + ids, _penalised(biased, codes, words), mask=ids < VOCAB)
+            codes = tl.load(counts + counts_row * VOCAB + ids, mask=ids < END, other=0)
+            biased = tl.load(values_row + ids, mask=ids < END, other=0.0)
+            tl.store(values_row + ids, _penalised(biased, codes, words), mask=ids < END)
             tl.debug_barrier()
         if MASKED:
-            word = tl.load(mask_row + (ids >> 5), mask=ids < VOCAB, other=0)
-            unmasked = tl.load(values_row + ids, mask=ids < VOCAB, other=0.0)
+            word = tl.load(mask_row + (ids >> 5), mask=ids < END, other=0)
+            unmasked = tl.load(values_row + ids, mask=ids < END, other=0.0)
             masked = tl.where(((word >> (ids & 31)) & 1) == 0, -INFINITY, unmasked)
-            tl.store(values_row + ids, masked, mask=ids < VOCAB)
+            tl.store(values_row + ids, masked, mask=ids < END)
             tl.debug_barrier()
 
 
@@ -108,13 +112,13 @@ def processed_logits(
     values_row: tl.tensor,
     ids: tl.tensor,
     MASKED: tl.constexpr,
-    VOCAB: tl.constexpr,
+    END: tl.constexpr,
 ) -> tl.tensor:
     """Logits as `store_processed_logits` left them, minus infinity beyond the vocabulary."""
     if (tl.load(words + COUNTS_ROW_AT) >= 0) | (tl.load(words + _NUM_BIASES) > 0) | MASKED:
-        loaded = tl.load(values_row + ids, mask=ids < VOCAB, other=-INFINITY)
+        loaded = tl.load(values_row + ids, mask=ids < END, other=-INFINITY)
     else:
-        loaded = tl.load(logits_row + ids, mask=ids < VOCAB, other=-INFINITY).to(tl.float32)
+        loaded = tl.load(logits_row + ids, mask=ids < END, other=-INFINITY).to(tl.float32)
     return loaded
 
 

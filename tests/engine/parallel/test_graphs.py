@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.config import LoadOptions
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
+from penstock.engine.sampling.tables import Filters
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import SEATS, StepDriver, ask
@@ -74,11 +75,12 @@ def test_replayed_steps_ask_the_ranks_for_nothing_that_is_not_in_the_graphs(
         )
         runner.load()
         num_passes = len(runner.steps.passes.graphs)
-        num_choices = sum(len(ladder.graphs) for ladder in runner.steps.choices.values())
+        of_choices = {filters: len(ladder.graphs) for filters, ladder in runner.steps.choices.items()}
+        num_choices = sum(of_choices.values())
         assert ranks.captured == {
             "sum": num_passes * (1 + 2 * NUM_LAYERS),  # the embedding, then attention and feed-forward part
-            "gather": num_passes,
-            "copy_first": num_choices,
+            "gather": num_choices,  # candidates, or with filters whole rows
+            "copy_first": num_choices - of_choices[Filters(top_k=False, top_p=False)],
         }
         assert num_passes == len(runner.steps.passes.shapes)
         assert ranks.calls["least"] > num_passes + num_choices, "each graph is agreed on"

@@ -6,26 +6,34 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from penstock.engine.config import LoadOptions
+from penstock.app.checkpoint import DEMO_MODEL
+from penstock.engine.config import MAX_DRAFTS, LoadOptions
 from penstock.engine.errors import CheckpointError
-from penstock.engine.model.parse import read_config
+from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.split import check_split
+from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.leader import Followers, ParallelRunner
 from penstock.engine.planning.device import DeviceError, RunnerFacts, StepInFlight
 from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import StepPlan
+from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.grammar import Grammar, GrammarKind
+from penstock.engine.text.grammars import Grammars
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike
+from tests.engine.test_drafts import AnswerProposer, num_accepted
 from tests.engine.test_thinking import FORCED, Numbers, budget_of
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,6 +145,139 @@ def test_two_ranks_serve_every_family(pool: Pool, family: str, tmp_path: Path) -
             check_split(folder, read_config(folder), 2)
         return
     compare(pool.of(2), folder)
+
+
+class Exchange:
+    """Notes the calls of rank 0 that choosing tokens takes, and the bytes that it gives or gets by each."""
+
+    def __init__(self, group: Group, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        for name in ("gather", "copy_first"):
+            patch.setattr(group, name, partial(self._call, name, getattr(group, name)))
+
+    def _call(self, name: str, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self.calls.append((name, x.nbytes))
+        return call(x)
+
+
+UNFILTERED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "warm": {"temperature": 1.3},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "greedy penalties": {"temperature": 0.0, "frequency_penalty": 0.7},
+    "biases": {"logit_bias": {9: 4.0, 258: 3.0, 259: 5.0, 516: 6.0, 300: -100.0}},
+    "bans": {"min_tokens": 5, "stop_token_ids": frozenset(range(0, 517, 2))},
+}
+
+
+def unfiltered(length: int = 12) -> list[Request]:
+    return [
+        ask(name, prompt(7, 9), max_tokens=length, **{"ignore_eos": True, **sampling})
+        for name, sampling in UNFILTERED.items()
+    ]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long("more than two ranks"))])
+def test_without_filters_no_logits_are_exchanged(
+    pool: Pool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A score, a token and whether all is well of each row, on each rank, and the tokens of one process."""
+    folder, followers = checkpoint("llama", tmp_path, num_attention_heads=4), pool.of(size)
+    alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
+    exchange = Exchange(followers.group, monkeypatch)
+    alone.run(*unfiltered())
+    for request in unfiltered():
+        together.queue.put(request, 0.0)
+    for _ in range(13):
+        exchange.calls.clear()
+        plan = together.step()
+        assert exchange.calls == [("gather", 12 * len(plan.chunks))]
+    assert together.scheduler.sequences.is_idle
+    assert {key: together.tokens(*key) for key in together.outputs} == {
+        key: alone.tokens(*key) for key in alone.outputs
+    }
+
+
+LOGITS, CANDIDATES, CHOSEN = ("gather", 259 * 4), ("gather", 3 * 4), ("copy_first", 4)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "calls"),
+    [
+        ({}, [CANDIDATES]),
+        ({"top_k": 40}, [LOGITS, CHOSEN]),
+        ({"top_p": 0.8}, [LOGITS, CHOSEN]),
+        ({"min_p": 0.01}, [LOGITS, CHOSEN]),
+        ({"typical_p": 0.5}, [LOGITS, CHOSEN]),
+        ({"temperature": 0.0, "top_k": 40, "top_p": 0.8}, [CANDIDATES]),
+        ({"num_logprobs": 2}, [LOGITS, CANDIDATES]),
+    ],
+    ids=str,
+)
+def test_whole_logits_are_exchanged_where_they_are_needed(
+    pool: Pool,
+    sampling: dict[str, Any],
+    calls: list[tuple[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By one row: its logits are 259 numbers on either rank, with one as padding."""
+    folder, followers = checkpoint("llama", tmp_path), pool.of(2)
+    alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
+    exchange = Exchange(followers.group, monkeypatch)
+    for driver in (alone, together):
+        driver.run(ask("r", prompt(8, 30), **sampling))
+    assert exchange.calls == 6 * calls
+    assert together.tokens("r") == alone.tokens("r")
+
+
+def test_a_prompt_that_goes_on_exchanges_nothing_but_sums(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followers = pool.of(2)
+    driver = Driver(checkpoint("mistral", tmp_path), num_blocks=60, followers=followers)
+    driver.fresh(budget=16)
+    exchange = Exchange(followers.group, monkeypatch)
+    driver.queue.put(ask("r", prompt(8, 40)), 0.0)
+    for num_calls in (0, 0, 1):
+        driver.step()
+        assert len(exchange.calls) == num_calls
+
+
+def test_each_rank_masks_its_part_by_a_grammar(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, eos = read_tokenizer(DEMO_MODEL), read_config(DEMO_MODEL).eos_token_ids
+    texts, followers = list[list[list[int]]](), pool.of(2)
+    exchange = Exchange(followers.group, monkeypatch)
+    for ranks in (None, followers):
+        driver = Driver(
+            DEMO_MODEL, grammars=Grammars(tokenizer, eos), sink=TextSink(tokenizer, eos), followers=ranks
+        )
+        grammar = Grammar(GrammarKind.REGEX, "(yes|no)( [a-z]{2,5}){3}")
+        asked = [ask(f"{i}", prompt(i, 9), grammar=grammar, max_tokens=30, seed=i) for i in range(4)]
+        driver.run(*asked)
+        texts.append([driver.tokens(f"{i}") for i in range(4)])
+    assert texts[0] == texts[1]
+    assert {name for name, _ in exchange.calls} == {"gather"}
+    assert max(num_bytes for _, num_bytes in exchange.calls) == 12 * 4
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.6])
+def test_drafts_are_verified_by_candidates(
+    pool: Pool, accuracy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows after wrong drafts included, and rounds of rows where penalties look at the tokens before."""
+    folder, followers = checkpoint("qwen3", tmp_path), pool.of(2)
+    alone = Driver(folder, num_blocks=60)
+    together = Driver(folder, num_blocks=60, followers=followers, max_drafts=MAX_DRAFTS)
+    alone.run(*unfiltered())
+    expected = {key: alone.tokens(*key) for key in alone.outputs}
+    exchange = Exchange(followers.group, monkeypatch)
+    together.fresh(proposer=AnswerProposer(expected, accuracy))
+    together.run(*unfiltered())
+    assert {key: together.tokens(*key) for key in together.outputs} == expected
+    assert num_accepted(together) > 0
+    assert {name for name, _ in exchange.calls} == {"gather"}
+    assert max(num_bytes for _, num_bytes in exchange.calls) <= 12 * together.facts.max_rows
 
 
 @pytest.mark.parametrize("expert_parallel", ["on", "off"])

@@ -1,11 +1,11 @@
-"""Sampling from the vocabulary of Qwen3 and from an odd one, with every filter and without any."""
+"""Sampling from the vocabulary of Qwen3 and from an odd one, with every filter and without any, and from parts."""
 
 from __future__ import annotations
 
 import torch
 
 from penstock.engine.kernels.triton.sampling import TritonChoose
-from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters, SamplingTables, num_words
+from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters, Part, SamplingTables, num_words
 from tests.engine.kernels.triton.compiling import META, Case, empty, recorded
 
 
@@ -19,8 +19,25 @@ def step(vocab: int, dtype: torch.dtype, filters: Filters, *, masked: bool = Fal
     )
 
 
+def step_of_rank(vocab: int, rank: int, size: int) -> list[Case]:
+    """The launches of a step on one of several ranks, without filters, which have whole rows."""
+    choose, tables, width = (
+        TritonChoose(4, vocab, META),
+        SamplingTables(4, vocab, 1152, 1, META),
+        -(-vocab // size),
+    )
+    part, free = Part(rank * width, lambda own: own.repeat(1, size)), Filters(top_k=False, top_p=False)
+    logits, masks = empty(4, width, dtype=torch.bfloat16), empty(4, num_words(vocab))
+    return recorded(
+        f"rank-{rank}-of-{size}-{vocab}",
+        lambda: choose(logits, tables, empty(4), empty(4), free, masks, part),
+    )
+
+
 CASES = [
     *(case for filters in GRAPH_FILTERS for case in step(151936, torch.bfloat16, filters)),
     *step(128257, torch.float32, Filters()),
     *step(128257, torch.float32, Filters(), masked=True),
+    *step_of_rank(151936, 1, 8),
+    *step_of_rank(128257, 2, 3),
 ]

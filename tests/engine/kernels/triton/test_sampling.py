@@ -25,6 +25,7 @@ from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.tables import Filters
 from tests.engine.kernels.sampling_rows import all_allowed, random_masks
 from tests.engine.kernels.triton.allowed_tokens import ULPS, checked_sample
+from tests.engine.sampling.parts import in_parts
 from tests.few import examples
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
@@ -134,6 +135,32 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
             given = None if masks is None else masks.to(device)
             found = group.step(make_logits(len(seats), seed + step, device), seats, masks=given)
             assert masks is None or all_allowed(torch.tensor(found), masks)
+
+    check()
+
+
+def test_the_best_of_the_parts_of_ranks_is_the_best_of_all(device: torch.device) -> None:
+    """To the bit; parts begin within words of masks and have padding, and a tile goes beyond the end of its part."""
+
+    @given(
+        rows=st.lists(SEQUENCES, min_size=2, max_size=2),
+        num_parts=st.integers(2, 6),
+        seed=st.integers(0, 2**32 - 1),
+        share=st.sampled_from([None, 0.05, 0.6]),
+    )
+    @settings(max_examples=examples(12), deadline=None)
+    def check(rows: list[Any], num_parts: int, seed: int, share: float | None) -> None:
+        free = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        group = SequenceGroup([make_sequence(params | free, *texts) for params, *texts in rows], device, 16)
+        parts = Sampler(2, VOCAB, (EOS,), device, in_parts(group.choose, num_parts))
+        for seat, sequence in enumerate(group.sequences):
+            parts.assign(seat, sequence)
+        for step, seats in enumerate(([0, -1, 1], [1])):
+            logits, arguments = make_logits(len(seats), seed + step, device), group.arguments(seats)
+            given = None if share is None else random_masks(len(seats), VOCAB, share, seed + step).to(device)
+            filters = Filters(top_k=False, top_p=False)
+            found = checked_sample(parts, logits, *arguments, filters, given)
+            assert found == group.step(logits, seats, filters, given)
 
     check()
 
