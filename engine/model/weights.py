@@ -116,7 +116,7 @@ def load_weights(
         layers,
         final_norm,
         lm_head,
-        is_tied=tied_head is not None and (is_packed or head.format == DENSE),
+        is_tied=kernels.ranks is None and tied_head is not None and (is_packed or head.format == DENSE),
         layer_embeddings=_layer_embeddings(config, reader, recipe),
     )
 

@@ -113,7 +113,7 @@ class Weights:
     final_norm: Tensor
     lm_head: Linear
     is_tied: bool
-    """Whether the rows of the output head are the embedding's."""
+    """Whether the rows of the output head are the embedding's; with ranks, they are not to be read from it."""
     layer_embeddings: LayerEmbeddingWeights | None = None
 
     @property

@@ -188,7 +188,7 @@ def test_without_filters_no_logits_are_exchanged(
     alone.run(*unfiltered())
     for request in unfiltered():
         together.queue.put(request, 0.0)
-    for _ in range(13):
+    for _ in range(12):
         exchange.calls.clear()
         plan = together.step()
         assert exchange.calls == [("gather", 12 * len(plan.chunks))]
