@@ -88,7 +88,7 @@ def choose_among(candidates: Tensor, tables: SamplingTables, seats: Tensor) -> T
             the bits of its float32 score, its id, and 1 if not all raw logits of these columns are finite, else 0. The
             score is minus infinity where none of the tokens is allowed.
     """
-    bits, token_ids, is_bad = candidates.unflatten(1, (-1, 3)).unbind(-1)
+    bits, token_ids, is_bad = torch.unflatten(candidates, 1, (-1, 3)).unbind(-1)
     scores = bits.contiguous().view(torch.float32)
     best = scores.argmax(-1, keepdim=True)
     is_allowed = scores.gather(1, best).squeeze(1) > -torch.inf

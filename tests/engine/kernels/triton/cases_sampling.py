@@ -19,19 +19,14 @@ def step(vocab: int, dtype: torch.dtype, filters: Filters, *, masked: bool = Fal
     )
 
 
-def step_of_rank(vocab: int, rank: int, size: int) -> list[Case]:
+def step_of_rank(vocab: int, rank: int, size: int, *, masked: bool = False) -> list[Case]:
     """The launches of a step on one of several ranks, without filters, which have whole rows."""
-    choose, tables, width = (
-        TritonChoose(4, vocab, META),
-        SamplingTables(4, vocab, 1152, 1, META),
-        -(-vocab // size),
-    )
-    part, free = Part(rank * width, lambda own: own.repeat(1, size)), Filters(top_k=False, top_p=False)
-    logits, masks = empty(4, width, dtype=torch.bfloat16), empty(4, num_words(vocab))
-    return recorded(
-        f"rank-{rank}-of-{size}-{vocab}",
-        lambda: choose(logits, tables, empty(4), empty(4), free, masks, part),
-    )
+    choose, tables = TritonChoose(4, vocab, META), SamplingTables(4, vocab, 1152, 1, META)
+    width, free = -(-vocab // size), Filters(top_k=False, top_p=False)
+    part, masks = Part(rank * width, lambda own: own.repeat(1, size)), empty(4, num_words(vocab))
+    rows = (empty(4, width, dtype=torch.bfloat16), tables, empty(4), empty(4), free)
+    name = f"{rank}-of-{size}-{'m' * masked}-{vocab}"
+    return recorded(name, lambda: choose(*rows, masks if masked else None, part))
 
 
 CASES = [
@@ -39,5 +34,5 @@ CASES = [
     *step(128257, torch.float32, Filters()),
     *step(128257, torch.float32, Filters(), masked=True),
     *step_of_rank(151936, 1, 8),
-    *step_of_rank(128257, 2, 3),
+    *step_of_rank(128257, 2, 3, masked=True),
 ]
