@@ -26,14 +26,6 @@ struct ChooseArgs {
     int32_t top_k, top_p;  // the step's filters
 };
 
-// The random bits of a row's tokens, which are numbered from 0 where its logits begin.
-struct RowNoise {
-    uint64_t key;
-    int first;
-
-    PENSTOCK_INLINE v8u bits(v8i ids) const { return hashes(ids + splat_int(first), key); }
-};
-
 struct Best {
     float score = -kInfinity;
     int id = -1;
@@ -70,13 +62,14 @@ inline float scan(const Row& row, int from, int to, bool& finite) {
 
 const v8i kEach = {0, 1, 2, 3, 4, 5, 6, 7};
 
-PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, RowNoise noise) {
-    const v8 scores = x + splat(temperature) * gumbel(noise.bits(ids));
+PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, uint64_t key) {
+    const v8 scores = x + splat(temperature) * gumbel(hashes(ids, key));
     for (int lane = 0; lane < kLanes; lane++) best.take({scores[lane], ids[lane]});
 }
 
-// The best of some blocks, of which hardly a token needs more than its random bits to be ruled out.
-inline Best best_of(const Row& row, int from, int to, float temperature, RowNoise noise) {
+// The best of some blocks, of which hardly a token needs more than its random bits to be ruled out; `first` is the first
+// token of the row.
+inline Best best_of(const Row& row, int from, int to, int first, float temperature, uint64_t key) {
     constexpr int kTogether = 4;
     Best best;
     for (int b = from; b < to; b++) {
@@ -86,17 +79,17 @@ inline Best best_of(const Row& row, int from, int to, float temperature, RowNois
         for (int i = 0; i < kBlock; i += kTogether * kLanes) {
             v8i hits[kTogether];
             for (int j = 0; j < kTogether; j++)
-                hits[j] = noise.bits(kEach + splat_int(b * kBlock + i + j * kLanes)) <= most;
+                hits[j] = hashes(kEach + splat_int(first + b * kBlock + i + j * kLanes), key) <= most;
             if (!any((hits[0] | hits[1]) | (hits[2] | hits[3]))) continue;
             for (int j = i; j < i + kTogether * kLanes; j += kLanes)
-                take_noisy(best, kEach + splat_int(b * kBlock + j), load(row.block(b) + j), temperature, noise);
+                take_noisy(best, kEach + splat_int(first + b * kBlock + j), load(row.block(b) + j), temperature, key);
         }
     }
     return best;
 }
 
 // The best of the candidates with a logit of at least `least`; greedy where the temperature is 0.
-inline Best best_of(const Candidates& some, float least, float peak, float temperature, RowNoise noise) {
+inline Best best_of(const Candidates& some, float least, float peak, float temperature, uint64_t key) {
     Best best;
     v8u most = splat_bits(0xffffffffu);
     for (int i = 0; i < some.count; i += kLanes) {
@@ -104,8 +97,8 @@ inline Best best_of(const Candidates& some, float least, float peak, float tempe
         std::memcpy(&ids, &some.ids[i], sizeof ids);
         const v8 x = load(&some.logits[i]);
         const v8i kept = x >= splat(least);
-        if (!any(kept & (noise.bits(ids) <= most))) continue;
-        take_noisy(best, ids, kept ? x : splat(-kInfinity), temperature, noise);
+        if (!any(kept & (hashes(ids, key) <= most))) continue;
+        take_noisy(best, ids, kept ? x : splat(-kInfinity), temperature, key);
         most = splat_bits(bits_for((best.score - peak) / temperature));
     }
     return best;
@@ -270,9 +263,7 @@ class Chooser {
         return {raw(row), scratch.last, num_blocks_, scratch.maxima.get()};
     }
 
-    RowNoise noise(int row) const {
-        return {noise_key(settings(row).state, args_->numbers[row]), args_->first};
-    }
+    uint64_t key(int row) const { return noise_key(settings(row).state, args_->numbers[row]); }
 
     void scan_piece(int row, int number, RowScratch& scratch) const {
         Piece& piece = scratch.pieces[number] = {};
@@ -290,7 +281,8 @@ class Chooser {
             bool ignored;  // a ban is infinite
             piece.peak = scan(adjusted, from, to, ignored);
         }
-        if (is_unfiltered(row)) piece.best = best_of(adjusted, from, to, settings(row).temperature, noise(row));
+        if (is_unfiltered(row))
+            piece.best = best_of(adjusted, from, to, args_->first, settings(row).temperature, key(row));
     }
 
     void adjust(int row, int from, int to, float* x) const {
@@ -313,7 +305,7 @@ class Chooser {
         if (args_->candidates != nullptr) {
             int32_t* candidate = args_->candidates + 3 * row;
             std::memcpy(candidate, &all.best.score, sizeof all.best.score);
-            candidate[1] = args_->first + all.best.id;
+            candidate[1] = all.best.id;
             candidate[2] = !all.finite;
             return;
         }
@@ -325,7 +317,9 @@ class Chooser {
     Best best_filtered(int row, float peak, RowScratch& scratch) const {
         if (!(peak > -kInfinity)) return {};
         const float least = select(chosen_from(row, scratch), peak, settings(row), scratch.candidates);
-        return best_of(scratch.candidates, least, peak, settings(row).temperature, noise(row));
+        Best best = best_of(scratch.candidates, least, peak, settings(row).temperature, key(row));
+        best.id += args_->first;  // of a part of the vocabulary only greedy rows come here, which have no noise
+        return best;
     }
 
     Team& team_;

@@ -7,15 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.cpu.library import (
-    Team,
-    check,
-    created,
-    expect_ints,
-    expect_shape,
-    float32,
-    freed_with,
-)
+from penstock.engine.kernels.cpu.library import Team, check, created, expect_ints, float32, freed_with
 from penstock.engine.kernels.cpu.structs import ChooseArgs, LikelyArgs
 from penstock.engine.sampling.reference import choose_among
 from penstock.engine.sampling.tables import Filters, Part, SamplingTables, num_words
@@ -52,25 +44,32 @@ class NativeChoose:
             ValueError: tensors that do not fit each other, or a seat that does not exist.
         """
         arguments = self.arguments_of(tables)
-        num_rows, first = logits.shape[0], 0 if part is None else part.first
-        if part is None:
-            expect_shape("logits", logits, (num_rows, tables.vocab_size))
-        logits = float32(logits[:, : tables.vocab_size - first])
+        num_rows, first = logits.shape[0], 0
+        if part is not None:
+            first = part.first
+            logits = logits[:, : tables.vocab_size - first]
+        elif logits.shape != (num_rows, tables.vocab_size):
+            raise ValueError(f"logits {(num_rows, tables.vocab_size)} expected, not {tuple(logits.shape)}")
+        logits = float32(logits)
         expect_ints("seats", seats, (num_rows,))
         expect_ints("numbers", numbers, (num_rows,))
         if masks is not None:
             expect_ints("masks", masks, (num_rows, num_words(tables.vocab_size)))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
-        candidates = torch.empty((num_rows, 3), dtype=torch.int32)
         arguments.logits = logits.data_ptr()
         arguments.seats, arguments.numbers = seats.data_ptr(), numbers.data_ptr()
         arguments.token_ids = token_ids.data_ptr()
         arguments.masks = None if masks is None else masks.data_ptr()
-        arguments.candidates = None if part is None else candidates.data_ptr()
         arguments.num_rows, arguments.first, arguments.num_logits = num_rows, first, logits.shape[1]
         arguments.top_k, arguments.top_p = filters.top_k, filters.top_p
+        if part is None:
+            arguments.candidates = None
+            check(self._choose(self.handle, ctypes.byref(arguments)))
+            return token_ids
+        candidates = torch.empty((num_rows, 3), dtype=torch.int32)
+        arguments.candidates = candidates.data_ptr()
         check(self._choose(self.handle, ctypes.byref(arguments)))
-        return token_ids if part is None else choose_among(part.gather(candidates), tables, seats)
+        return choose_among(part.gather(candidates), tables, seats)
 
     def arguments_of(self, tables: SamplingTables) -> ChooseArgs:
         """The arguments of a call for whole rows, with the addresses of the tables; the rows are missing."""
