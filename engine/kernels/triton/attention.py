@@ -1,12 +1,13 @@
 """Paged attention of one step: prefill, mixed batches, decode and the verifying of drafts.
 
 A sequence with at most a few queries decodes: all its queries are in one tile, so that its keys and values are read
-once, and its context is cut into segments for several programs, whose results are reduced to one. A sequence with more
-queries prefills: it has as many tiles as its queries fill, each the work of one program. A mixed batch has both kinds,
-in launches of their own; a batch without padding that is known to have no sequence of few queries leaves theirs out.
+once, and its context is cut into segments for several programs, of which the last to end reduces the results to one. A
+sequence with more queries prefills: it has as many tiles as its queries fill, each the work of one program. A mixed
+batch has both kinds, in one launch each; a batch without padding that is known to have no sequence of few queries
+leaves theirs out.
 
 A batch may be padded, with sequences that have no queries and no context anywhere, and with rows after the last
-sequence's. Such rows become 0.
+sequence's. Such rows become 0, by the launch of decode.
 
 Nothing here waits for the device, and no launch depends on a length that only the device knows: all grids follow from
 the number of sequences and tokens, so that they can be captured in a graph and replayed for other lengths.
@@ -26,11 +27,7 @@ from penstock.engine.kernels.kv_cache import KVShape, numbers_and_scales
 from penstock.engine.kernels.triton import attention_segments as segmenting
 from penstock.engine.kernels.triton import attention_tiling as tilings
 from penstock.engine.kernels.triton.attention_kernels import decode_attention_kernel, prefill_attention_kernel
-from penstock.engine.kernels.triton.attention_segments import (
-    Segments,
-    plan_segments_kernel,
-    reduce_segments_kernel,
-)
+from penstock.engine.kernels.triton.attention_segments import Segments, plan_segments_kernel
 from penstock.engine.kernels.triton.attention_tiling import Chip, KVHead, Tiling
 
 
@@ -76,6 +73,8 @@ class Workspace:
         """The values of each row and segment, weighted by the exponentials of their scores."""
         self.segment_scales = torch.empty(rows, 2, dtype=torch.float32, device=device)
         """The largest score of each row and segment, and the sum of the exponentials."""
+        self.num_stored = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=device)
+        """How many segments of each sequence and key-value head are stored; 0 between launches."""
 
     def num_items(self, num_sequences: int) -> int:
         """The most segments of so many sequences: one for each, and as many more as decode programs run at once.
@@ -112,6 +111,12 @@ class TritonAttention:
         self._batch, self._workspace = batch, workspace
         self._decode = workspace.decode_tiling(max_query_len)
         self._max_decode_queries = self._decode.block_m // workspace.group
+        self._reduction = {
+            "BLOCK_G": triton.next_power_of_2(workspace.group),
+            "SEGMENTS": segmenting.reduced_segments(
+                workspace.group, workspace.block_d, self._decode.num_warps
+            ),
+        }
         self._has_prefill = max_query_len > self._max_decode_queries
         self._has_decode = batch.min_query_len <= self._max_decode_queries
         self._num_items = workspace.num_items(self._num_sequences)
@@ -171,12 +176,15 @@ class TritonAttention:
                 window,
                 workspace.segment_outputs,
                 workspace.segment_scales,
+                workspace.num_stored,
                 segments.item_sequences,
                 segments.first_items,
+                self._num_sequences,
+                num_tokens,
                 **constants,
+                **self._reduction,
                 **self._decode.options,
             )
-            self._launch_reduction(attended, window)
         if self._has_prefill:
             # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
             tiling = workspace.prefill_tiling(self._num_tokens, is_windowed=window != 0)
@@ -202,20 +210,4 @@ class TritonAttention:
             MIN_TILES=segmenting.MIN_SEGMENT_TILES,
             BLOCK_S=triton.next_power_of_2(workspace.max_sequences),
             ITEMS=segmenting.PLANNED_ITEMS,
-        )
-
-    def _launch_reduction(self, attended: Tensor, window: int) -> None:
-        workspace = self._workspace
-        reduce_segments_kernel[(self._num_sequences, workspace.shape.num_kv_heads)](
-            attended,
-            workspace.segment_outputs,
-            workspace.segment_scales,
-            self._batch.query_starts,
-            workspace.segments[window].first_items,
-            self._num_tokens,
-            BLOCK_G=triton.next_power_of_2(workspace.group),
-            SEGMENTS=segmenting.reduced_segments(workspace.group, workspace.block_d),
-            ZEROS=segmenting.ZEROED_ELEMENTS,
-            num_warps=segmenting.REDUCTION_WARPS,
-            **self._constants,
         )

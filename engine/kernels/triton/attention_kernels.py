@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.engine.kernels.triton.attention_segments import visible_tiles
+from penstock.engine.kernels.triton.attention_segments import is_last_to_store, reduce_segments, visible_tiles
 from penstock.engine.kernels.triton.numbers import of_int8
 
 FOLDED = tl.constexpr(64.0)
@@ -20,7 +20,7 @@ small scales would vanish in 16 bits.
 """
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_sequences", "num_tokens"])
 def decode_attention_kernel(
     attended: tl.tensor,
     queries: tl.tensor,
@@ -36,8 +36,11 @@ def decode_attention_kernel(
     window: tl.tensor,
     segment_outputs: tl.tensor,
     segment_scales: tl.tensor,
+    num_stored: tl.tensor,
     item_sequences: tl.tensor,
     first_items: tl.tensor,
+    num_sequences: tl.tensor,
+    num_tokens: tl.tensor,
     GROUP: tl.constexpr,
     MAX_DECODE_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -52,13 +55,25 @@ def decode_attention_kernel(
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
     FIRST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ) -> None:
     """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
 
-    The result of an only segment is final; the results of several go to the workspace, to be reduced.
+    The result of an only segment is final. Results of several go to the workspace, and the program that stores the last
+    of them reduces all to one. It reads its own there, too, so that the result does not depend on which program it is.
+    All programs together make the rows after the last sequence's 0; those of late items, which seldom have work, begin.
     """
     item, kv_head = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
     sequence = tl.load(item_sequences + item)
+    first_row = tl.load(query_starts + num_sequences) + (tl.num_programs(0) - 1 - item) * MAX_DECODE_QUERIES
+    zeros, no_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    for row in range(first_row, num_tokens, tl.num_programs(0) * MAX_DECODE_QUERIES):
+        unused = rows < (num_tokens - row) * GROUP
+        _store_rows(
+            attended, zeros, no_total, row, rows, kv_head, unused, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
+        )
     if sequence < 0:
         return
     start = tl.load(query_starts + sequence)
@@ -66,7 +81,6 @@ def decode_attention_kernel(
     context = tl.load(context_lens + sequence)
     first_item = tl.load(first_items + sequence)
     num_segments = tl.load(first_items + sequence + 1) - first_item
-    rows = tl.arange(0, BLOCK_M)
     valid = rows < num_queries * GROUP
     places = _query_offsets(start, rows, kv_head, query_stride, GROUP, HEAD_DIM)
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -118,6 +132,24 @@ def decode_attention_kernel(
         tl.store(segment_outputs + segment_rows[:, None] * HEAD_DIM + dims, summed, mask=inside)
         tl.store(segment_scales + segment_rows * 2, top, mask=valid)
         tl.store(segment_scales + segment_rows * 2 + 1, total, mask=valid)
+        if is_last_to_store(num_stored + sequence * NUM_KV_HEADS + kv_head, num_segments):
+            reduce_segments(
+                attended,
+                segment_outputs,
+                segment_scales,
+                start,
+                num_queries,
+                first_item,
+                first_item + num_segments,
+                kv_head,
+                GROUP,
+                MAX_DECODE_QUERIES,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_G,
+                SEGMENTS,
+            )
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"])

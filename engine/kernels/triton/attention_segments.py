@@ -18,11 +18,8 @@ MIN_SEGMENT_TILES = 2
 """A segment of fewer tiles costs more to reduce than it saves."""
 PLANNED_ITEMS = 16
 """Work items that one program of the plan deals out."""
-REDUCED_ELEMENTS = 8192
-"""Elements that one program of the reduction has in registers at a time."""
-REDUCTION_WARPS = 8
-ZEROED_ELEMENTS = 1024
-"""Elements that one program of the reduction makes 0 at a time, in the rows of no sequence."""
+REDUCED_ELEMENTS = 1024
+"""Elements of segments that each warp has in registers at a time while they are reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +39,10 @@ class Segments:
         )
 
 
-def reduced_segments(group: int, block_d: int) -> int:
-    """Segments that one program of the reduction adds up at a time, of all heads of a group."""
+def reduced_segments(group: int, block_d: int, num_warps: int) -> int:
+    """Segments that a program adds up at a time, of all heads of a group."""
     heads: int = triton.next_power_of_2(group)
-    return min(32, max(2, REDUCED_ELEMENTS // (heads * block_d)))
+    return min(32, max(2, num_warps * REDUCED_ELEMENTS // (heads * block_d)))
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_items", "window"])
@@ -98,14 +95,37 @@ def visible_tiles(
     return first_token // TILE, tl.cdiv(end, TILE)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def reduce_segments_kernel(
+@triton.jit
+def is_last_to_store(num_stored: tl.tensor, num_segments: tl.tensor) -> tl.tensor:
+    """Counts this program's segment as stored; returns whether it is the last, so that the program may read them all.
+
+    No program waits for another, so they may run in any order. The last leaves the counter at 0 for the next launch.
+
+    Why it sees all segments, by the memory model of PTX (PTX ISA, "Memory Consistency Model", causality order): a
+    barrier orders the stores of a block's threads before what any of them does after it, and this order is transitive,
+    so the one thread that adds releases the stores of the whole block to the GPU. Additions to a counter read each
+    other's results, so the last one, which acquires, synchronizes with all that came before. A second barrier, by which
+    Triton hands the old value to the block, orders the loads of all threads after it. The sum in the CUDA C++
+    programming guide (memory fence functions) picks its last block in this way; the lock around partial sums in
+    Triton's tutorial on layer norms and the fix-up of stream-K (Osama et al., 2023) order stores and loads likewise.
+    """
+    tl.debug_barrier()  # all threads have stored
+    is_last = tl.atomic_add(num_stored, 1, sem="acq_rel", scope="gpu") == num_segments - 1
+    if is_last:
+        tl.store(num_stored, 0)
+    return is_last
+
+
+@triton.jit
+def reduce_segments(
     attended: tl.tensor,
     segment_outputs: tl.tensor,
     segment_scales: tl.tensor,
-    query_starts: tl.tensor,
-    first_items: tl.tensor,
-    num_tokens: tl.tensor,
+    start: tl.tensor,
+    num_queries: tl.tensor,
+    first_item: tl.tensor,
+    end_item: tl.tensor,
+    kv_head: tl.tensor,
     GROUP: tl.constexpr,
     MAX_DECODE_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -113,22 +133,15 @@ def reduce_segments_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    ZEROS: tl.constexpr,
 ) -> None:
-    """Reduces the segments of one sequence and key-value head to its result, if there are several.
+    """Reduces the segments of one sequence, whose first query is at row `start`, and key-value head to its result.
 
-    All programs together also make the rows after the last sequence 0.
+    Loads bypass the first-level cache, which other multiprocessors do not write to.
     """
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
-    _zero_rows_of_nobody(attended, query_starts, num_tokens, NUM_KV_HEADS * GROUP * HEAD_DIM, ZEROS)
-    first_item, end_item = tl.load(first_items + sequence), tl.load(first_items + sequence + 1)
-    if end_item - first_item <= 1:
-        return
-    start = tl.load(query_starts + sequence)
     heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
     inside = (heads < GROUP)[:, None] & in_head[None, :]
-    for query in range(0, tl.load(query_starts + sequence + 1) - start):
+    for query in range(num_queries):
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         summed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -137,12 +150,13 @@ def reduce_segments_kernel(
             exists = (heads < GROUP)[:, None] & (items < end_item)[None, :]
             tiles = (items.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP)
             rows = tiles[None, :] + (query * GROUP + heads)[:, None]
-            tops = tl.load(segment_scales + rows * 2, mask=exists, other=-float("inf"))
-            totals = tl.load(segment_scales + rows * 2 + 1, mask=exists, other=0.0)
+            tops = tl.load(segment_scales + rows * 2, mask=exists, other=-float("inf"), cache_modifier=".cg")
+            totals = tl.load(segment_scales + rows * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
             outputs = tl.load(
                 segment_outputs + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
                 mask=exists[:, :, None] & in_head[None, None, :],
                 other=0.0,
+                cache_modifier=".cg",
             )
             higher = tl.maximum(top, tl.max(tops, 1))
             base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -154,21 +168,3 @@ def reduce_segments_kernel(
         row = (start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
         places = (row + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(attended + places, result.to(attended.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _zero_rows_of_nobody(
-    attended: tl.tensor,
-    query_starts: tl.tensor,
-    num_tokens: tl.tensor,
-    ROW: tl.constexpr,
-    ZEROS: tl.constexpr,
-) -> None:
-    """Makes the rows after the last sequence's 0; they lie next to each other, and programs take turns."""
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    first = tl.load(query_starts + tl.num_programs(0)).to(tl.int64) * ROW
-    end = num_tokens.to(tl.int64) * ROW
-    zeros = tl.zeros([ZEROS], attended.dtype.element_ty)
-    for place in range(first + program * ZEROS, end, tl.num_programs(0) * tl.num_programs(1) * ZEROS):
-        places = place + tl.arange(0, ZEROS)
-        tl.store(attended + places, zeros, mask=places < end)

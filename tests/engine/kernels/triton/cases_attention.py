@@ -93,7 +93,7 @@ def attention(name: str, *architectures: int, only: Any = None, **sizes: Any) ->
 
 
 def around(name: str, architecture: int, **sizes: Any) -> Iterator[Case]:
-    """The kernels that plan the segments and reduce them."""
+    """The kernel that plans the segments."""
     return (case for case in step(name, architecture, **sizes) if case.kernel not in (DECODE, PREFILL))
 
 

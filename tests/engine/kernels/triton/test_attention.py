@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.kv_cache import KVShape
@@ -53,13 +55,12 @@ class AttentionInput(random_inputs.AttentionInput):
         return Workspace(self.shape, self.dtype, num_heads, slots, self.device, **options | changes)
 
     def attend(self, workspace: Workspace | None = None, max_queries: int | None = None) -> Tensor:
-        attend = TritonAttention(
-            replace(self.batch, max_query_len=max_queries),
-            self.shape,
-            workspace or self.workspace(),
-        )
+        workspace = workspace or self.workspace()
+        attend = TritonAttention(replace(self.batch, max_query_len=max_queries), self.shape, workspace)
         queries = self.queries.to(self.device)
-        return attend(queries, self.layer_kv, self.window, sinks=self.sinks, first=self.first).cpu()
+        attended = attend(queries, self.layer_kv, self.window, sinks=self.sinks, first=self.first).cpu()
+        assert not workspace.num_stored.any()
+        return attended
 
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
         assert_within(self.attend(workspace, max_queries), self.expected())
@@ -206,6 +207,36 @@ def test_drafts_are_verified_in_segments(num_queries: int, device: torch.device)
     assert workspace.segments[0].first_items[1] > 2
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_segments_may_end_in_any_order(
+    seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever program is the last, it leaves the same bits, and the counters to the next layer."""
+    case = AttentionInput(lengths=[(150, 1), (3, 1), (99, 2), (0, 1)], has_sinks=True, device=device)
+    workspace = case.workspace(max_decode_queries=2, chip=Chip(20))
+    expected = case.attend(workspace)
+    assert_within(expected, case.expected())
+    _shuffle_programs(monkeypatch, random.Random(seed))
+    for _ in range(2):
+        workspace.segment_outputs.fill_(torch.nan)
+        assert torch.equal(case.attend(workspace), expected)
+    assert workspace.segments[0].first_items.diff().tolist()[:4] == [10, 1, 7, 1]
+
+
+def _shuffle_programs(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> None:
+    """From now on the interpreter runs the programs of each grid in an order of its own, as a GPU does anyway."""
+    set_grid_idx, order = interpreter_builder.set_grid_idx, list[tuple[int, int]]()
+
+    def set_other(x: int, y: int, z: int) -> None:
+        if x == y == z == 0:
+            width, height, _ = interpreter_builder.grid_dim
+            order[:] = [(i, j) for i in range(width) for j in range(height)]
+            generator.shuffle(order)
+        set_grid_idx(*order.pop(), z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_other)
+
+
 def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.device) -> None:
     case = AttentionInput(lengths=[(0, 30), (90, 3)], num_kv_heads=1, device=device)
     workspace = case.workspace(max_decode_queries=3)
@@ -260,15 +291,17 @@ def test_any_step(
     case.check(workspace)
 
 
-@pytest.mark.parametrize("max_decode_queries", [1, 16])
-def test_rows_of_unused_seats_and_of_no_sequence_are_0(max_decode_queries: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("group", "max_decode_queries"), [(2, 1), (2, 16), (3, 4)])
+def test_rows_of_unused_seats_and_of_no_sequence_are_0(
+    group: int, max_decode_queries: int, device: torch.device
+) -> None:
     """A graph's batch: a seat with a row and no context, one with neither, and rows beyond the last sequence."""
-    case = AttentionInput(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
+    case = AttentionInput(lengths=[(40, 1), (11, 3)], group=group, num_kv_heads=1, device=device)
     expected = case.expected()
     batch = case.batch
     num_unused = 7
     end = len(case.queries)
-    case.queries = torch.cat((case.queries, torch.randn(num_unused, 2, 16)))
+    case.queries = torch.cat((case.queries, torch.randn(num_unused, group, 16)))
     case.batch = replace(
         batch,
         positions=torch.cat((batch.positions, batch.positions.new_zeros(num_unused))),
@@ -277,7 +310,7 @@ def test_rows_of_unused_seats_and_of_no_sequence_are_0(max_decode_queries: int, 
         block_tables=torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables))),
     )
     workspace = Workspace(
-        case.shape, case.dtype, 2, 4, device, max_decode_queries=max_decode_queries, chip=Chip(8)
+        case.shape, case.dtype, group, 4, device, max_decode_queries=max_decode_queries, chip=Chip(8)
     )
     found = case.attend(workspace, max_queries=3)
     assert_within(found[:end], expected)

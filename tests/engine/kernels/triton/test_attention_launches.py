@@ -25,7 +25,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         self.operations: list[str] = []
-        for name in ("plan_segments", "decode_attention", "reduce_segments", "prefill_attention"):
+        for name in ("plan_segments", "decode_attention", "prefill_attention"):
             patch.setattr(attention, f"{name}_kernel", _Recorder(name, self.grids))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,11 +58,7 @@ def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch
         attended = attend(queries, layer_kv, 0)
     assert attended.shape == (64, 32 * 128)
     assert launches.operations == ["aten.empty.memory_format"]
-    assert launches.grids == [
-        ("plan_segments", (7,)),
-        ("decode_attention", (97, 8)),
-        ("reduce_segments", (64, 8)),
-    ]
+    assert launches.grids == [("plan_segments", (7,)), ("decode_attention", (97, 8))]
     lens = torch.empty(1000, dtype=torch.int32, device=meta)
     with Launches(monkeypatch) as launches:
         attend = TritonAttention(Batch(lens, lens, starts, starts[1:], tables, lens), shape, workspace)
@@ -88,4 +84,4 @@ def test_a_workspace_knows_its_size(device: torch.device) -> None:
     workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9))
     items = 5 + 9  # 9 SMs run 18 programs, of 2 heads each
     rows = items * 2 * 16
-    assert workspace_bytes(workspace) == 4 * (rows * (80 + 2) + 2 * (items + 6))
+    assert workspace_bytes(workspace) == 4 * (rows * (80 + 2) + 5 * 2 + 2 * (items + 6))

@@ -1,22 +1,16 @@
-"""How contexts of decoding sequences are cut, with the figures of an H100; and what their reduction leaves alone."""
+"""How contexts of decoding sequences are cut, with the figures of an H100."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from penstock.engine.kernels.batch import blank_batch
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.triton import attention_segments as segmenting
 from penstock.engine.kernels.triton.attention import TritonAttention, Workspace
-from penstock.engine.kernels.triton.attention_segments import reduce_segments_kernel
 from penstock.engine.kernels.triton.attention_tiling import Chip, TensorCores
-from tests.engine.ranges import FUNCTION, Range, assert_within, gamma
 from tests.few import examples
 
 H100 = Chip(132, TensorCores.WGMMA, 227 << 10)
@@ -28,7 +22,8 @@ LLAMA = KVShape(num_kv_heads=8, head_dim=128, block_size=16)
 def workspace_bytes(workspace: Workspace) -> int:
     """The bytes of device memory that a workspace takes."""
     tables = [t for s in workspace.segments.values() for t in (s.item_sequences, s.first_items)]
-    return sum(t.nbytes for t in [workspace.segment_outputs, workspace.segment_scales, *tables])
+    own = workspace.segment_outputs, workspace.segment_scales, workspace.num_stored
+    return sum(t.nbytes for t in (*own, *tables))
 
 
 def planned(
@@ -80,62 +75,3 @@ def test_the_workspace_of_256_sequences_is_small() -> None:
     assert workspace_bytes(Workspace(LLAMA, torch.bfloat16, 32, 256, meta, chip=H100)) < 20 << 20
     drafts = Workspace(LLAMA, torch.bfloat16, 32, 256, meta, max_decode_queries=5, chip=H100)
     assert workspace_bytes(drafts) < 40 << 20
-
-
-def reduced(
-    first_items: list[int], query_starts: list[int], num_tokens: int, group: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reduces random segments; returns (the result, which was NaN before, and outputs and scales)."""
-    heads, dim, queries = 2 * group, 12, 3
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(first_items[-1], 2, queries * group, dim, generator=generator)
-    scales = torch.rand(first_items[-1], 2, queries * group, 2, generator=generator)
-    attended = torch.full((num_tokens, heads * dim), torch.nan, device=device)
-    reduce_segments_kernel[(len(first_items) - 1, 2)](
-        attended,
-        outputs.to(device),
-        scales.to(device),
-        int32(query_starts).to(device),
-        int32(first_items).to(device),
-        num_tokens,
-        GROUP=group,
-        MAX_DECODE_QUERIES=queries,
-        NUM_KV_HEADS=2,
-        HEAD_DIM=dim,
-        BLOCK_D=16,
-        BLOCK_G=1 << (group - 1).bit_length(),
-        SEGMENTS=2,
-        ZEROS=16,
-    )
-    return attended.cpu(), outputs, scales
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def _rows_of(x: Tensor, group: int, num_queries: int) -> Tensor:
-    """[queries, kv heads * group * d]"""
-    split = x.view(x.shape[0], 3, group, x.shape[-1])
-    return split[:, :num_queries].transpose(0, 1).flatten(1)
-
-
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_segments_are_weighted_by_their_scores(group: int, device: torch.device) -> None:
-    """One sequence has five segments, one none, one an only one, and one has two; two rows are nobody's."""
-    found, outputs, scales = reduced([0, 5, 5, 6, 8], [0, 2, 2, 5, 6], 8, group, device)
-    for first, end, start, num_queries in ((0, 5, 0, 2), (6, 8, 5, 1)):
-        tops, totals = scales[first:end].double().unbind(-1)
-        weights = (tops - tops.max(0).values).exp2()
-        parts, total = outputs[first:end].double() * weights[..., None], (totals * weights).sum(0)[..., None]
-        expected = parts.sum(0) / total
-        # Every term has a rounded exponential of a rounded argument, above and below.
-        relative = 2 * gamma(2 * FUNCTION + 4 + end - first) * (1 + (tops.max(0).values - tops).max())
-        error = relative * parts.abs().sum(0) / total
-
-        rows = partial(_rows_of, group=group, num_queries=num_queries)
-        assert_within(
-            found[start : start + num_queries], Range(rows(expected - error), rows(expected + error))
-        )
-    assert found[2:5].isnan().all()
-    assert not found[6:].any()
