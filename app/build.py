@@ -42,6 +42,7 @@ from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.app import create_app
+from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
 from penstock.gateway.service import Service, ServiceOptions
 from penstock.priority.lanes import Lane
@@ -75,6 +76,7 @@ class ServerParts:
 
     app: ASGIApp
     service: Service
+    intake: Intake
     queue: LaneQueue
     engine: Engine
     outbox: Outbox
@@ -188,9 +190,9 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         grammars=core.grammars,
         traces=traces,
     )
-    return ServerParts(
-        create_app(service, PAGE), service, core.queue, core.engine, outbox, keys, traces, folder
-    )
+    intake = Intake(service)
+    app = create_app(service, PAGE, intake)
+    return ServerParts(app, service, intake, core.queue, core.engine, outbox, keys, traces, folder)
 
 
 def build_core(

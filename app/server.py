@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import NoReturn
 
 from penstock.app.build import ServerParts, build
@@ -25,6 +26,7 @@ from penstock.app.listen import Certificate, bind, certificate_of, check_exposur
 from penstock.app.log import configure_log, log
 from penstock.app.loop import Server, delay_garbage, loop_factory, settle_garbage, uvicorn_config
 from penstock.app.promises import promises, remember
+from penstock.app.rpc import RpcPort
 from penstock.app.settings import Settings
 from penstock.engine.engine import EngineState
 from penstock.gateway.access.keys import Client
@@ -53,11 +55,14 @@ def serve(settings: Settings) -> int:
                 bind(settings.host, settings.metrics_port, "--metrics-port")
             )
             log.info("metrics on %s", url(metrics_listener, settings))
+        rpc_port = RpcPort(settings) if settings.grpc_port else None
+        if rpc_port is not None:
+            log.info("gRPC on %s", rpc_port.address)
         replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
         parts = build(settings, replica, is_open=not is_loopback(listener))
         if settings.redis_url is not None:
             log.info("conversations, streams and quotas are kept in Redis")
-        process = _Process(settings, certificate, parts, listener, metrics_listener, started_s)
+        process = _Process(settings, certificate, parts, listener, metrics_listener, rpc_port, started_s)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended = runner.run(process.run())
         return process.finish(ended)
@@ -85,6 +90,7 @@ class _Process:
         parts: ServerParts,
         listener: socket.socket,
         metrics_listener: socket.socket | None,
+        rpc_port: RpcPort | None,
         started_s: float,
     ) -> None:
         self.settings = settings
@@ -92,6 +98,7 @@ class _Process:
         self.parts = parts
         self.listener = listener
         self.metrics_listener = metrics_listener
+        self.rpc_port = rpc_port
         self.started_s = started_s
         self.was_ready = False
         self.server = Server(uvicorn_config(parts.app, proxies=settings.forwarded_allow_ips, **certificate))
@@ -105,8 +112,8 @@ class _Process:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self.parts.outbox.open(loop, self.parts.service.deliver, self._on_state)
-        self.parts.engine.start()
-        async with self._watching_keys(), self._serving_metrics():
+        async with self._watching_keys(), self._serving_metrics(), self._serving_rpc():
+            self.parts.engine.start()
             await self.server.serve(sockets=[self.listener])
         # A load cannot be interrupted, and a step that hangs must not keep the process.
         ended = await asyncio.to_thread(self.parts.engine.stop, _STEP_THREAD_S if self.was_ready else 0.0)
@@ -137,6 +144,11 @@ class _Process:
         finally:
             server.should_exit = True
             await task
+
+    def _serving_rpc(self) -> AbstractAsyncContextManager[None]:
+        if self.rpc_port is None:
+            return contextlib.nullcontext()
+        return self.rpc_port.serving(self.parts.service, self.parts.intake)
 
     def _take_keys(self, clients: dict[bytes, Client]) -> None:
         self.parts.service.access.replace(clients)

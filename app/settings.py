@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_network
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -341,6 +342,9 @@ class Settings(EngineSettings, FrontSettings):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Separate port for /metrics, /health and /ready, on the same address; /metrics is then not served on --port."""
 
+    grpc_port: int = Field(default=0, ge=0, le=65535)
+    """Port for gRPC, on the same address; with 0 there is none. Needs penstock[grpc]."""
+
     health: Literal["live", "ready"] = "live"
     """What /health says: whether this process need not be started again, or what /ready says, for platforms that send
     requests wherever /health is 200."""
@@ -356,8 +360,10 @@ class Settings(EngineSettings, FrontSettings):
 
     @model_validator(mode="after")
     def _a_port_for_each(self) -> Self:
-        if self.metrics_port and self.metrics_port == self.port:
-            raise ValueError(f"metrics_port and port are both {self.port}; give each its own")
+        ports = {"port": self.port, "metrics_port": self.metrics_port, "grpc_port": self.grpc_port}
+        for (one, port), (other, same) in combinations(ports.items(), 2):
+            if port and port == same:
+                raise ValueError(f"{other} and {one} are both {port}; give each its own")
         return self
 
 

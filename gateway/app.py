@@ -54,13 +54,14 @@ _REQUEST_HEADERS = [
 ]
 
 
-def create_app(service: Service, static: Path | None = None) -> ASGIApp:
+def create_app(service: Service, static: Path | None = None, intake: Intake | None = None) -> ASGIApp:
     """The gateway of one service. Its lifespan runs `service.running()`, and the batches.
 
     Args:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
+        intake: of the service, if others use it as well.
     """
-    intake, files = Intake(service), Files(service.store)
+    intake, files = intake or Intake(service), Files(service.store)
     apis: list[Endpoints] = [api(service, intake) for api in PLAIN_APIS]
     batches = BatchesApi(service, intake, files, handlers_of(*apis))
     apis += [

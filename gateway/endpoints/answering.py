@@ -125,10 +125,17 @@ class ModelEndpoints(Endpoints):
         return recorder.reply(recording, inbound.body)
 
     async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Sender:
+        reply, stored = await self._reply(inbound, write, reply_id), inbound.ask.retention.stored
+        keep_whole = (
+            None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
+        )
+        return LiveSender(self._service, reply, keep_whole)
+
+    async def _reply(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Live:
+        """Returns a reply whose requests were made, and are not yet submitted."""
         self._check_room(inbound)
         ask, group = inbound.ask, await self._make_requests(inbound, reply_id)
-        stored = ask.retention.stored
-        reply = Live(
+        return Live(
             group.requests,
             await self._intake.reserve(inbound.client, group.requests),
             write(self._head(ask, reply_id), inbound, group),
@@ -136,12 +143,8 @@ class ModelEndpoints(Endpoints):
             thoughts=self._service.formats.thoughts(group.reading),
             echoes=group.echoes,
             in_full=ask.reply_options.extras.token_ids or ask.reply_options.usage_so_far,
-            keeps=ask.streams and (ask.retention.output or stored is not None),
+            keeps=ask.streams and (ask.retention.output or ask.retention.stored is not None),
         )
-        keep_whole = (
-            None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
-        )
-        return LiveSender(self._service, reply, keep_whole)
 
     async def _begin_recording(
         self, inbound: Inbound, recorder: Recorder, reply_id: str, outlives: bool

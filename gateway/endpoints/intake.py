@@ -101,15 +101,20 @@ class Intake:
         """Returns the name of the client's tenant, and raises like `client`."""
         return self.client(http).tenant.name
 
-    async def begin(self, http: HttpRequest, kind: type[BodyT]) -> Inbound:
+    async def begin(
+        self, http: HttpRequest, kind: type[BodyT], values: Mapping[str, object] | None = None
+    ) -> Inbound:
         """Reads and translates a request for the model.
+
+        Args:
+            values: the fields of its body, if that is no JSON.
 
         Raises:
             ApiError: 401 without a key where there are some; 503 if no work is taken; 4xx for the body and headers.
         """
         client = self.client(http)
         self._service.dispatch.check_open()
-        return await self._arrival(http, kind, client, slo_of(http.headers))
+        return await self._arrival(http, kind, client, slo_of(http.headers), values)
 
     async def counted_prompts(
         self,
@@ -132,13 +137,24 @@ class Intake:
             return inbound, await counting.prompts(inbound.ask, thread), headers
 
     async def _arrival(
-        self, http: HttpRequest, kind: type[BodyT], client: Client, slo: Slo | None = None
+        self,
+        http: HttpRequest,
+        kind: type[BodyT],
+        client: Client,
+        slo: Slo | None = None,
+        values: Mapping[str, object] | None = None,
     ) -> Inbound:
         """Returns a request with the lane that it asks for; without `slo`, with one that its tenant may use."""
         at_s = self._service.clock()
-        num_bytes, (body, ask) = await self._parsed(
-            http, lambda values: read_ask(kind, values, self._service.options.limits, self.ignore)
-        )
+
+        def work(values: Mapping[str, object]) -> tuple[BodyT, Ask]:
+            return read_ask(kind, values, self._service.options.limits, self.ignore)
+
+        if values is None:
+            num_bytes, (body, ask) = await self._parsed(http, work)
+        else:
+            num_bytes = len(await http.body())
+            body, ask = await off_loop(num_bytes, work, values)
         ask = ask if ask.model else replace(ask, model=self._service.options.models[0])
         if slo is None:
             urgency = Urgency(client.tenant.sure_lane)

@@ -8,6 +8,7 @@ from penstock.gateway.endpoints.batches import BatchesApi, MessageBatchesApi
 from penstock.gateway.endpoints.conversations import ConversationsApi
 from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
+from penstock.gateway.endpoints.inference import InferenceApi
 from penstock.gateway.endpoints.intake import Endpoints
 from penstock.gateway.endpoints.models import LlamaServerApi, ModelsApi, OllamaModelsApi
 from penstock.gateway.endpoints.operation import ANY, Operation, served
@@ -20,7 +21,7 @@ from penstock.gateway.endpoints.tokens import TokensApi
 
 PLAIN_APIS: tuple[type[Endpoints], ...] = (
     *(RepliesApi, StoredChatsApi, TokensApi, ResponsesApi, ConversationsApi, ModelsApi, OllamaModelsApi),
-    *(LlamaServerApi, EventsApi, UsageApi, ServerInfoApi, ProbesApi),
+    *(LlamaServerApi, EventsApi, UsageApi, ServerInfoApi, ProbesApi, InferenceApi),
 )
 """The endpoints that are made of a service and its intake alone."""
 

@@ -20,7 +20,7 @@ from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.sessions.responses.objects import turn_ask
 from penstock.gateway.sessions.responses.schemas import InputTokensBody, ResponseBody
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread, extend, num_chars, since, turns
-from penstock.gateway.wire import decisions, embeddings, schemas
+from penstock.gateway.wire import decisions, embeddings, inference, schemas
 from penstock.gateway.wire.anthropic import bodies as anthropic
 from penstock.gateway.wire.ask import Ask, ChatPrompt, Infill, Texts, Turn, chat_ask, completion_ask
 from penstock.gateway.wire.conversation import as_dict, check_messages, num_chars_of, thinking_switches
@@ -59,6 +59,8 @@ _TRANSLATORS: Mapping[type[StrictBody], Callable[[Any, Limits], Ask]] = {
     llama.InfillBody: llama.infill_ask,
     llama.TemplateBody: chat_ask,
     embeddings.EmbeddingsBody: embeddings.embeddings_ask,
+    inference.InferTextBody: inference.infer_text_ask,
+    inference.InferEmbeddingsBody: embeddings.embeddings_ask,
     embeddings.RerankBody: embeddings.rerank_ask,
     embeddings.ScoreBody: embeddings.score_ask,
     decisions.DecisionsBody: decisions.decisions_ask,

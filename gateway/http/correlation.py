@@ -20,7 +20,10 @@ log = logging.getLogger("penstock.gateway")
 
 ANTHROPIC_PATH = "/v1/messages"
 """The path below which clients know Anthropic's API: its errors, and its name for the request's id."""
-PROBES = ("/health", "/ping", "/ready", "/metrics")
+PROBES = (
+    *("/health", "/ping", "/ready", "/metrics", "/v2/health/live", "/v2/health/ready"),
+    *(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")),
+)
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"

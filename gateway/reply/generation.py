@@ -283,6 +283,10 @@ class Live(Generation):
 
     def take(self) -> bytes:
         """Returns everything that can be sent now; empty while a character is incomplete, for example."""
+        return b"".join(self.frames())
+
+    def frames(self) -> list[bytes]:
+        """Returns what `take` does, frame by frame."""
         frames: list[bytes] = []
         outputs, self.at_end = self._take_pending(), self.ended
         if not self._is_open and (outputs or self.writer.opens_early):
@@ -294,7 +298,7 @@ class Live(Generation):
             frames += [*self.writer.end(self), self.writer.tail]
             if self.error is not None:
                 log_fault(self.error)
-        return b"".join(frames)
+        return frames
 
     def outputs(self) -> Outputs:
         """Returns the whole output of each choice."""

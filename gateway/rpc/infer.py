@@ -1,0 +1,155 @@
+"""The Open Inference Protocol's requests for the model: tensors of text as bodies, and replies as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from penstock.gateway.errors import invalid, unsupported
+from penstock.gateway.limits import Limits
+from penstock.gateway.rpc.schema import INFERENCE
+from penstock.gateway.wire.embeddings import shortened
+from penstock.gateway.wire.inference import (
+    EMBEDDING,
+    FINISH_REASON,
+    INPUT,
+    TEXT_INPUT,
+    TEXT_OUTPUT,
+    InferEmbeddingsBody,
+    InferTextBody,
+)
+from penstock.gateway.wire.writing import Outputs, Reply
+
+
+def infer_body(
+    message: Any, model: str, limits: Limits
+) -> tuple[type[InferTextBody | InferEmbeddingsBody], dict[str, Any]]:
+    """Returns the kind of body that a ModelInferRequest is, and its fields.
+
+    Args:
+        model: is meant where the request names none.
+
+    Raises:
+        ApiError: 400 that names the tensor or the parameter that is wrong.
+    """
+    if len(message.inputs) != 1 or message.inputs[0].name not in (TEXT_INPUT, INPUT):
+        raise invalid(f"'inputs' must be one tensor, '{TEXT_INPUT}' or '{INPUT}'.", "inputs")
+    (tensor,), wanted = message.inputs, {output.name for output in message.outputs}
+    is_text = tensor.name == TEXT_INPUT and EMBEDDING not in wanted
+    known = {TEXT_OUTPUT, FINISH_REASON} if is_text else {EMBEDDING}
+    if not wanted <= known:
+        names = ", ".join(f"'{name}'" for name in sorted(known))
+        raise invalid(f"'outputs' may name {names} for this input.", "outputs")
+    most = limits.max_prompts if is_text else limits.max_inputs
+    values = {**_parameters(message.parameters), "model": message.model_name or model}
+    texts = _texts(tensor, message.raw_input_contents, most)
+    return (InferTextBody if is_text else InferEmbeddingsBody), {**values, tensor.name: texts}
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None or name in ("prompt", INPUT, TEXT_INPUT):
+            raise unsupported(f"parameters.{name}")
+        values[name] = getattr(parameter, kind)
+    return values
+
+
+def _texts(tensor: Any, raw: Sequence[bytes], most: int) -> list[str]:
+    """Returns the texts of a tensor; raises 400 if it is none of text, or has not as many as its shape says."""
+    if tensor.datatype != "BYTES":
+        raise invalid(f"The datatype of '{tensor.name}' must be 'BYTES'.", tensor.name)
+    if len(raw) > 1 or (raw and tensor.contents.ListFields()):
+        raise invalid(
+            "'raw_input_contents' must be one, and then the input has no contents.", "raw_input_contents"
+        )
+    number = prod(tensor.shape)
+    if not tensor.shape or min(tensor.shape) < 1 or number > most:
+        raise invalid(f"The shape of '{tensor.name}' must be that of 1 to {most} texts.", tensor.name)
+    texts: Iterable[bytes] = _split(raw[0], number) if raw else tensor.contents.bytes_contents[: number + 1]
+    try:
+        decoded = [text.decode() for text in texts]
+    except UnicodeDecodeError:
+        raise invalid(f"'{tensor.name}' must be text in UTF-8.", tensor.name) from None
+    if len(decoded) != number:
+        raise invalid(f"'{tensor.name}' must have as many texts as its shape says: {number}.", tensor.name)
+    return decoded
+
+
+def _split(raw: bytes, most: int) -> Iterator[bytes]:
+    """Yields texts that stand behind their length; one more than `most` at the end of which something is left over."""
+    start = 0
+    for _ in range(most):
+        end = start + 4 + int.from_bytes(raw[start : start + 4], "little")
+        if end > len(raw) or start + 4 > len(raw):
+            return
+        yield raw[start + 4 : end]
+        start = end
+    if start < len(raw):
+        yield b""
+
+
+class InferWriter:
+    """Writes the fields of a ModelInferResponse."""
+
+    def __init__(
+        self, message: Any, body: InferTextBody | InferEmbeddingsBody, *, is_normalised: bool
+    ) -> None:
+        """
+        Args:
+            message: the request.
+            is_normalised: whether embeddings have a length of 1.
+        """
+        self._body = body
+        self._is_normalised = is_normalised
+        self._shape = list(message.inputs[0].shape)
+        self._wanted = {output.name for output in message.outputs}
+        self._head = {
+            "model_name": message.model_name,
+            "model_version": message.model_version,
+            "id": message.id,
+        }
+
+    def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
+        tensors = (
+            self._embedding(outputs) if isinstance(self._body, InferEmbeddingsBody) else self._text(outputs)
+        )
+        parameters = {
+            "prompt_tokens": INFERENCE.InferParameter(int64_param=reply.num_prompt_tokens),
+            "completion_tokens": INFERENCE.InferParameter(int64_param=reply.num_output_tokens),
+        }
+        shown = [tensor for tensor in tensors if not self._wanted or tensor["name"] in self._wanted]
+        return {**self._head, "parameters": parameters, "outputs": [_TENSOR(**tensor) for tensor in shown]}
+
+    def _text(self, outputs: Outputs) -> list[dict[str, Any]]:
+        deltas = [delta for _, delta in outputs]
+        shape = self._shape if prod(self._shape) == len(deltas) else [len(deltas)]
+        columns = {
+            TEXT_OUTPUT: [delta.text for delta in deltas],
+            FINISH_REASON: [str(delta.finish_reason) for delta in deltas],
+        }
+        return [
+            {
+                "name": name,
+                "datatype": "BYTES",
+                "shape": shape,
+                "contents": {"bytes_contents": [text.encode() for text in texts]},
+            }
+            for name, texts in columns.items()
+        ]
+
+    def _embedding(self, outputs: Outputs) -> list[dict[str, Any]]:
+        dimensions = getattr(self._body, "dimensions", None)
+        rows = [
+            shortened(delta.embedding or [], dimensions, is_normalised=self._is_normalised)
+            for _, delta in outputs
+        ]
+        numbers = [number for row in rows for number in row]
+        contents = {"fp32_contents": numbers}
+        shape = [len(rows), len(rows[0])]
+        return [{"name": EMBEDDING, "datatype": "FP32", "shape": shape, "contents": contents}]
+
+
+_TENSOR = INFERENCE.message(".inference.ModelInferResponse.InferOutputTensor")
