@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from penstock.gateway.errors import invalid, unsupported
 from penstock.gateway.limits import Limits
@@ -91,8 +93,34 @@ def _split(raw: bytes, most: int) -> Iterator[bytes]:
         yield b""
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """An output: texts, or numbers."""
+
+    name: str
+    shape: list[int]
+    values: Sequence[bytes] | Sequence[float]
+
+    @property
+    def is_text(self) -> bool:
+        return self.name != EMBEDDING
+
+    def tensor(self, *, has_contents: bool) -> Any:
+        field = "bytes_contents" if self.is_text else "fp32_contents"
+        contents = {"contents": {field: self.values}} if has_contents else {}
+        datatype = "BYTES" if self.is_text else "FP32"
+        return _TENSOR(name=self.name, datatype=datatype, shape=self.shape, **contents)
+
+    def raw(self) -> bytes:
+        """Returns the values as raw contents have them."""
+        if self.is_text:
+            texts = cast("Sequence[bytes]", self.values)
+            return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        return struct.pack(f"<{len(self.values)}f", *self.values)
+
+
 class InferWriter:
-    """Writes the fields of a ModelInferResponse."""
+    """Writes the fields of a ModelInferResponse, with raw contents where the request has them."""
 
     def __init__(
         self, message: Any, body: InferTextBody | InferEmbeddingsBody, *, is_normalised: bool
@@ -104,52 +132,35 @@ class InferWriter:
         """
         self._body = body
         self._is_normalised = is_normalised
+        self._is_raw = bool(message.raw_input_contents)
         self._shape = list(message.inputs[0].shape)
         self._wanted = {output.name for output in message.outputs}
-        self._head = {
-            "model_name": message.model_name,
-            "model_version": message.model_version,
-            "id": message.id,
-        }
+        version, id = message.model_version, message.id
+        self._head = {"model_name": body.model, "model_version": version, "id": id}
 
     def whole(self, reply: Reply, outputs: Outputs) -> dict[str, object]:
-        tensors = (
-            self._embedding(outputs) if isinstance(self._body, InferEmbeddingsBody) else self._text(outputs)
-        )
+        deltas = [delta for _, delta in outputs]
+        if isinstance(self._body, InferEmbeddingsBody):
+            dimensions, is_normalised = self._body.dimensions, self._is_normalised
+            rows = [shortened(one.embedding or [], dimensions, is_normalised=is_normalised) for one in deltas]
+            numbers = [number for row in rows for number in row]
+            columns = [_Column(EMBEDDING, [len(rows), len(rows[0])], numbers)]
+        else:
+            shape = self._shape if prod(self._shape) == len(deltas) else [len(deltas)]
+            texts = [delta.text.encode() for delta in deltas]
+            reasons = [str(delta.finish_reason).encode() for delta in deltas]
+            columns = [_Column(TEXT_OUTPUT, shape, texts), _Column(FINISH_REASON, shape, reasons)]
+        shown = [column for column in columns if not self._wanted or column.name in self._wanted]
         parameters = {
             "prompt_tokens": INFERENCE.InferParameter(int64_param=reply.num_prompt_tokens),
             "completion_tokens": INFERENCE.InferParameter(int64_param=reply.num_output_tokens),
         }
-        shown = [tensor for tensor in tensors if not self._wanted or tensor["name"] in self._wanted]
-        return {**self._head, "parameters": parameters, "outputs": [_TENSOR(**tensor) for tensor in shown]}
-
-    def _text(self, outputs: Outputs) -> list[dict[str, Any]]:
-        deltas = [delta for _, delta in outputs]
-        shape = self._shape if prod(self._shape) == len(deltas) else [len(deltas)]
-        columns = {
-            TEXT_OUTPUT: [delta.text for delta in deltas],
-            FINISH_REASON: [str(delta.finish_reason) for delta in deltas],
+        return {
+            **self._head,
+            "parameters": parameters,
+            "outputs": [column.tensor(has_contents=not self._is_raw) for column in shown],
+            "raw_output_contents": [column.raw() for column in shown] if self._is_raw else [],
         }
-        return [
-            {
-                "name": name,
-                "datatype": "BYTES",
-                "shape": shape,
-                "contents": {"bytes_contents": [text.encode() for text in texts]},
-            }
-            for name, texts in columns.items()
-        ]
-
-    def _embedding(self, outputs: Outputs) -> list[dict[str, Any]]:
-        dimensions = getattr(self._body, "dimensions", None)
-        rows = [
-            shortened(delta.embedding or [], dimensions, is_normalised=self._is_normalised)
-            for _, delta in outputs
-        ]
-        numbers = [number for row in rows for number in row]
-        contents = {"fp32_contents": numbers}
-        shape = [len(rows), len(rows[0])]
-        return [{"name": EMBEDDING, "datatype": "FP32", "shape": shape, "contents": contents}]
 
 
 _TENSOR = INFERENCE.message(".inference.ModelInferResponse.InferOutputTensor")

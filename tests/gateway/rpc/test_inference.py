@@ -72,10 +72,13 @@ async def test_raw_contents_are_read_and_the_shape_is_kept() -> None:
         asking = asyncio.ensure_future(inference.ModelInfer(request))
         asked = [await gateway.taken(), await gateway.taken()]
         for one in asked:
-            gateway.finish(one, "yes")
-        (output,) = (await asking).outputs
+            gateway.finish(one, "jä")
+        reply = await asking
+    (output,) = reply.outputs
     assert [gateway.prompt_of(one) for one in asked] == ["<|bos|>Hi", "<|bos|>zwölf"]
     assert (output.name, list(output.shape)) == ("text_output", [2, 1])
+    assert not output.HasField("contents")
+    assert list(reply.raw_output_contents) == [2 * (struct.pack("<I", 3) + "jä".encode())]
 
 
 async def test_several_choices_of_one_text() -> None:
@@ -160,21 +163,28 @@ async def test_a_request_that_fails_is_told() -> None:
 # Embeddings
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize(
     "how", [{"name": "input"}, {"name": "text_input", "outputs": [{"name": "embedding"}]}]
 )
-async def test_texts_are_turned_into_vectors(how: dict[str, Any]) -> None:
+async def test_texts_are_turned_into_vectors(how: dict[str, Any], is_raw: bool) -> None:
     gateway = gateway_of()
+    request = texts("Hi", "you", **how)
+    if is_raw:
+        request.inputs[0].ClearField("contents")
+        request.raw_input_contents.append(b"\2\0\0\0Hi\3\0\0\0you")
     async with connected(gateway) as (inference, _):
-        asking = asyncio.ensure_future(inference.ModelInfer(texts("Hi", "you", **how)))
+        asking = asyncio.ensure_future(inference.ModelInfer(request))
         first, second = await gateway.taken(), await gateway.taken()
         ended: Any = {"reason": FinishReason.LENGTH, "token_ids": []}
         gateway.finish(second, embedding=[0.0, 2.0], **ended)
         gateway.finish(first, embedding=[3.0, 4.0], **ended)
-        (output,) = (await asking).outputs
+        reply = await asking
+    (output,), raw = reply.outputs, b"".join(reply.raw_output_contents)
+    values = list(struct.unpack("<4f", raw)) if is_raw else list(output.contents.fp32_contents)
     assert gateway.prompt_of(first) == "<|bos|>Hi"
     assert (output.name, output.datatype, list(output.shape)) == ("embedding", "FP32", [2, 2])
-    assert output.contents.fp32_contents == pytest.approx([0.6, 0.8, 0.0, 1.0])
+    assert values == pytest.approx([0.6, 0.8, 0.0, 1.0])
 
 
 # State
