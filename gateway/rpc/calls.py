@@ -46,6 +46,8 @@ _NAMES = {"api-key": "x-api-key"}
 """Headers by the names that they may have in metadata."""
 _EXCHANGE = "penstock.exchange"
 """The scope's name for the exchange that it belongs to."""
+_MAX_MESSAGE_CHARS = 1000
+"""Clients take a few kilobytes of metadata, and a message may quote what they sent."""
 _HTTP_ALONE = frozenset({"connection", "content-length", "content-type"})
 
 
@@ -122,7 +124,7 @@ class Calls:
         await connection.send(b"", more=False)
 
     async def _send_replies(self, http: HttpRequest, connection: Connection) -> None:
-        method, request = self._methods[http.url.path]
+        method, request = self._methods[http.scope["path"]]
         body = await http.body()
         try:
             message = await off_loop(len(body), request.FromString, body)
@@ -198,7 +200,8 @@ class _Exchange:
 def _message(error: ApiError) -> str:
     """Returns the error's message, which names the field: a status has no other place for it."""
     is_named = error.param is None or error.param in error.message
-    return error.message if is_named else f"{error.param}: {error.message}"
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    return message[:_MAX_MESSAGE_CHARS]
 
 
 def _metadata(headers: Mapping[str, str]) -> Sequence[tuple[str, str]]:

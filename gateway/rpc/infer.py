@@ -163,4 +163,4 @@ class InferWriter:
         }
 
 
-_TENSOR = INFERENCE.message(".inference.ModelInferResponse.InferOutputTensor")
+_TENSOR = INFERENCE.ModelInferResponse.InferOutputTensor

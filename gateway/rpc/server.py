@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
 
 from penstock.gateway.endpoints.answering import MakeWriter, ModelEndpoints
 from penstock.gateway.endpoints.intake import Inbound, Intake
 from penstock.gateway.endpoints.requests import RequestGroup
 from penstock.gateway.reply.generation import Live
 from penstock.gateway.reply.whole import whole
-from penstock.gateway.rpc.calls import Call, Calls, Method
+from penstock.gateway.rpc.calls import Call, Calls
 from penstock.gateway.rpc.generate import GenerateWriter, generate_body
 from penstock.gateway.rpc.infer import InferWriter, infer_body
-from penstock.gateway.rpc.schema import INFERENCE, PENSTOCK, Schema
+from penstock.gateway.rpc.schema import INFERENCE, PENSTOCK
 from penstock.gateway.service import Service
 from penstock.gateway.wire.inference import model_metadata, server_metadata
 from penstock.gateway.wire.strict import StrictBody
@@ -117,18 +119,7 @@ class RpcServer:
 
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
-        methods = _Methods(service, intake)
-        self._serve: dict[Schema, dict[str, Method]] = {
-            INFERENCE: {
-                "ServerLive": methods.server_live,
-                "ServerReady": methods.server_ready,
-                "ModelReady": methods.model_ready,
-                "ServerMetadata": methods.server_metadata,
-                "ModelMetadata": methods.model_metadata,
-                "ModelInfer": methods.model_infer,
-            },
-            PENSTOCK: {"Generate": methods.generate},
-        }
+        self._methods = _Methods(service, intake)
         self._server: Any = None
 
     async def start(self, address: str, certificate: tuple[bytes, bytes] | None = None) -> int:
@@ -148,7 +139,7 @@ class RpcServer:
             "grpc.so_reuseport": 0,
         }
         self._server = server = grpc.aio.server(options=list(options.items()))
-        server.add_generic_rpc_handlers(tuple(self._handlers()))
+        server.add_generic_rpc_handlers(self._handlers())
         if certificate is None:
             port: int = server.add_insecure_port(address)
         else:
@@ -158,26 +149,31 @@ class RpcServer:
         return port
 
     def _handlers(self) -> list[Any]:
-        methods = {
-            f"/{schema.service}/{name}": (method, schema.message(schema.methods[name].input_type))
-            for schema, served in self._serve.items()
-            for name, method in served.items()
-        }
-        calls = Calls(self._service, methods)
+        """Returns the handlers of both services."""
+        methods = {f"/{one.containing_service.full_name}/{one.name}": one for one in _DESCRIPTORS}
+        calls = Calls(
+            self._service,
+            {
+                path: (getattr(self._methods, _snake(one.name)), GetMessageClass(one.input_type))
+                for path, one in methods.items()
+            },
+        )
         return [
             grpc.method_handlers_generic_handler(
-                schema.service,
-                {
-                    name: calls.handler(
-                        f"/{schema.service}/{name}", streams=schema.methods[name].server_streaming
-                    )
-                    for name in served
-                },
+                one.containing_service.full_name,
+                {one.name: calls.handler(path, streams=one.server_streaming)},
             )
-            for schema, served in self._serve.items()
+            for path, one in methods.items()
         ]
 
     async def stop(self) -> None:
         """Ends what still runs, and closes the port."""
         self._service.dispatch.fail_all()
         await self._server.stop(_STOP_S)
+
+
+_DESCRIPTORS = [method for schema in (INFERENCE, PENSTOCK) for method in schema.service.methods]
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -20,6 +20,7 @@ from penstock.app.settings import Settings
 from penstock.gateway.access.keys import digest_of
 from tests.app.test_tls import openssl
 from tests.deploy.proxies import free_port
+from tests.docs.markdown import pages
 from tests.gateway.rpc.rpc_client import INFERENCE, PENSTOCK, parameters, stubs, texts
 
 DEMO = "penstock-demo"
@@ -78,6 +79,15 @@ def test_a_chat_and_an_embedding_are_the_same_as_over_http(clients: tuple[Any, A
     expected = [number for vector in vectors for number in vector["embedding"]]
     assert list(output.shape) == [2, len(expected) // 2]
     assert output.contents.fp32_contents == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_example_of_the_guide_runs(
+    server: tuple[ServerProcess, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (page,) = (page for page in pages() if str(page) == "docs/guide/grpc.md")
+    (example,) = (text for language, text in page.blocks if language == "py")
+    exec(compile(example.replace("127.0.0.1:8001", server[1]), str(page), "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_running_streams_finish_after_sigterm_and_new_calls_are_refused() -> None:

@@ -31,7 +31,7 @@ def generated(name: str) -> tuple[Any, Any]:
         sys.path.remove(str(PROTOS))
 
 
-PENSTOCK, PENSTOCK_STUBS = generated("penstock")
+PENSTOCK, PENSTOCK_STUBS = generated("generate")
 INFERENCE, INFERENCE_STUBS = generated("inference")
 
 

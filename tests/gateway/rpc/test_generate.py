@@ -116,6 +116,12 @@ async def test_another_model_is_not_found() -> None:
     assert ("penstock-error-code", "model_not_found") in tuple(error.trailing_metadata())
 
 
+async def test_a_long_name_does_not_make_the_status_too_long() -> None:
+    async with connected(Gateway()) as (_, penstock):
+        error = await error_of(penstock.Generate(request(prompt="Hi", model="x" * 100_000)))
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_keys_come_as_metadata() -> None:
     gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ann")}))
     async with connected(gateway) as (_, penstock):
