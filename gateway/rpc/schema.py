@@ -22,7 +22,7 @@ _SCALARS = {
     name: FieldDescriptorProto.Type.Value(f"TYPE_{name.upper()}")
     for name in ("bool", "int32", "int64", "uint32", "uint64", "float", "double", "string", "bytes")
 }
-_LABELS = {
+_LABELS: dict[str, Any] = {
     "optional": FieldDescriptorProto.LABEL_OPTIONAL,
     "repeated": FieldDescriptorProto.LABEL_REPEATED,
 }

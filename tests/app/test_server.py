@@ -65,7 +65,7 @@ def process() -> Iterator[server._Process]:
     with bind("127.0.0.1", 0) as listener:
         settings = Settings(drain_timeout=0)
         certificate = certificate_of(settings)
-        yield server._Process(settings, certificate, parts, listener, None, started_s=100.0)
+        yield server._Process(settings, certificate, parts, listener, None, None, started_s=100.0)
 
 
 def told(process: server._Process) -> Told:

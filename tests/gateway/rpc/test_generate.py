@@ -10,13 +10,15 @@ import pytest
 
 from penstock.engine.engine import EngineState
 from penstock.gateway.access.keys import Client, digest_of
+from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.limits import Limits
 from penstock.gateway.reply.generation import MAX_PENDING_BYTES
+from penstock.gateway.rpc.server import RpcServer
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.store.interface import Quota
 from penstock.priority.lanes import Lane, LanePolicy, Tenant
 from tests.gateway.harness import MODEL, Gateway, make_tokenizer
-from tests.gateway.rpc.rpc_client import PENSTOCK, connected, error_of
+from tests.gateway.rpc.rpc_client import PENSTOCK, connected, error_of, stubs
 
 pytestmark = pytest.mark.anyio
 
@@ -83,7 +85,7 @@ async def test_reasoning_is_apart_from_the_answer() -> None:
     assert (reply.reasoning, reply.text) == ("Hm.", "Yes")
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "temperature": {"prompt": "Hi", "temperature": -1},
     "max_tokens": {"prompt": "Hi", "max_tokens": -5},
     "messages[0].role": {"messages": [{"role": "nobody", "content": "Hi"}]},
@@ -232,6 +234,21 @@ async def test_what_still_runs_at_the_end_is_told() -> None:
     assert error.code() == grpc.StatusCode.UNAVAILABLE
     assert "shutting down" in error.details()
     assert gateway.engine.cancelled == [asked.request_id]
+
+
+async def test_a_server_that_stops_tells_its_callers() -> None:
+    gateway = Gateway()
+    server = RpcServer(gateway.service, Intake(gateway.service))
+    address = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        _, penstock = stubs(channel)
+        call = penstock.Generate(request())
+        await gateway.taken()
+        ending = asyncio.ensure_future(error_of(call))
+        await server.stop()
+        error = await ending
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in error.details()
 
 
 async def test_a_fault_is_told_without_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
