@@ -63,7 +63,7 @@ class PlainSteps:
         with told(plan, self._seats, _CPU):
             seats = self._seats.seated(plan) if _is_whole(plan) else None
             filters = self._sampler.filters(seat.number for seat in seats or ())
-            if seats is None or filters.sifted:
+            if seats is None or not filters.is_fused:
                 plan.is_beside = False
                 self.drain()
                 return None

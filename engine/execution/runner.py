@@ -42,6 +42,7 @@ from penstock.engine.execution.seats import Placed, Seats, StepShape
 from penstock.engine.execution.state_slots import StateBuffers, tell_slots
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.execution.verification import SampledRows, Verification
+from penstock.engine.kernels.sequence_table import FROM_TABLE
 from penstock.engine.model.weights import Progress
 from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.params import SamplingParams
@@ -308,12 +309,18 @@ class Steps:
         buffers.token_ids[rows] = self.choose(buffers.logits[rows], seats, numbers, None, filters)
 
     def choose(
-        self, logits: Tensor, seats: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
+        self,
+        logits: Tensor,
+        seats: Tensor,
+        numbers: Tensor,
+        masks: Tensor | None,
+        filters: Filters,
+        previous: Tensor | None = None,
     ) -> Tensor:
         """Token ids [R] of rows of logits as `lm_head` makes them; the table keeps them for the next step."""
         if filters.need_whole_rows:
             logits = self.model.whole(logits)
-        token_ids = self.model.sampler.sample(logits, seats, numbers, filters, masks)
+        token_ids = self.model.sampler.sample(logits, seats, numbers, filters, masks, previous)
         self.model.table.last_tokens[seats.long()] = token_ids
         return token_ids
 
@@ -453,20 +460,30 @@ class LaunchedStep:
         tell = self._look_through(asking, wanted) if asking else lambda _: ()
         scores = self._scores(wanted)
         filters, masks = self._filters(), self._masks(order)
-        if self.captured is not None and masks is None and not filters.sifted:
+        if self.captured is not None and masks is None and filters.is_fused:
             choose = partial(self._choose_by_graph, self.captured.num_rows, filters)
         elif wanted:
-            choose = partial(self._choose_by_kernels, len(order), filters, masks)
+            previous = self._previous(len(order)) if filters.marked else None
+            choose = partial(self._choose_by_kernels, len(order), filters, masks, previous)
         else:
             return Chosen(self.numbers)
         token_ids = choose(self.placed.sample_seats) if sampled is None else sampled.run(choose)
         return Chosen(token_ids, asking, tell(token_ids), scores)
 
+    def _previous(self, num_rows: int) -> Tensor:
+        """[R] int32: the token whose logits each row has, before any of them is chosen."""
+        tokens, sampled, last_tokens = self.placed.tokens, self.sampled, self.steps.model.table.last_tokens
+        rows = tokens.query_starts[1:] - 1 if sampled is None else sampled.rows
+        seats = self.placed.sample_seats if sampled is None else sampled.seats
+        token_ids = tokens.token_ids[rows[:num_rows].long()]
+        return torch.where(token_ids == FROM_TABLE, last_tokens[seats[:num_rows].long()], token_ids)
+
     def _choose_by_kernels(
-        self, num_rows: int, filters: Filters, masks: Tensor | None, seats: Tensor
+        self, num_rows: int, filters: Filters, masks: Tensor | None, previous: Tensor | None, seats: Tensor
     ) -> Tensor:
         rows = slice(num_rows)
-        return self.steps.choose(self.logits[rows], seats[rows], self.numbers[rows], masks, filters)
+        logits, numbers = self.logits[rows], self.numbers[rows]
+        return self.steps.choose(logits, seats[rows], numbers, masks, filters, previous)
 
     def _choose_by_graph(self, num_rows: int, filters: Filters, seats: Tensor) -> Tensor:
         steps, buffers = self.steps, self.steps.buffers

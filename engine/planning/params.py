@@ -9,6 +9,7 @@ from typing import Literal
 
 from penstock.engine.text.grammar import Grammar
 from penstock.engine.text.thinking import ThinkingBudget
+from penstock.engine.text.watermark import Watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class SamplingParams:
     """Runs of tokens that are kept out of the output: the last one of a run is banned where those before it stand."""
     thinking: ThinkingBudget | None = None
     """The bound on the reasoning; None if there is none."""
+    watermark: Watermark | None = None
+    """The watermark of chosen tokens; None if they have none."""
 
     @property
     def is_guided(self) -> bool:

@@ -15,18 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
-GAMMA = 0x9E3779B97F4A7C15
-MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-HASH_1, HASH_2 = 0x85EBCA6B, 0xC2B2AE35
+from penstock.engine.hashing import GAMMA, HASH_1, HASH_2, MIX_1, MIX_2, split_mix
 
-
-def split_mix(seed: int, number: int) -> int:
-    """Output `number` (from 0) of the SplitMix64 generator seeded with `seed` modulo 2^64."""
-    mixed = (seed + (number + 1) * GAMMA) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * MIX_1) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * MIX_2) & _MASK
-    return mixed ^ (mixed >> 31)
+__all__ = ["GAMMA", "HASH_1", "HASH_2", "MIX_1", "MIX_2", "gumbel", "hashes", "noise_keys", "split_mix"]
 
 
 def noise_keys(states: Tensor, numbers: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Masks
+from penstock.engine.sampling.marks import Marks
 from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.sieve import Sieve
 from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
@@ -50,6 +51,7 @@ class Sampler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._choose = choose
         self._sieve = Sieve(num_seats, device)
+        self._marks = Marks(num_seats, device)
         self._filters: dict[int, Filters] = {}
         """The filters of the sequence in each seat."""
 
@@ -82,6 +84,7 @@ class Sampler:
             top_k=is_drawn and 0 < params.top_k < self.vocab_size,
             top_p=is_drawn and (params.top_p < 1 or params.min_p > 0),
             sifted=sifted,
+            marked=self._marks.assign(seat, params.watermark),
         )
         if has_penalties(params):
             self._count(seat, sequence)
@@ -100,12 +103,27 @@ class Sampler:
             top_k=any(filters.top_k for filters in asked),
             top_p=any(filters.top_p for filters in asked),
             sifted=any(filters.sifted for filters in asked),
+            marked=any(filters.marked for filters in asked),
         )
 
     def sample(
-        self, logits: Tensor, seats: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
+        self,
+        logits: Tensor,
+        seats: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
+        previous: Tensor | None = None,
     ) -> Tensor:
-        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least the seats' filters."""
+        """Chooses a token for each row of logits; see `reference.choose`.
+
+        Args:
+            filters: at least the seats' filters.
+            previous: [R] int32, the token before the one that a row chooses; needed if `filters.marked`.
+        """
+        if filters.marked:
+            assert previous is not None
+            logits = self._marks.marked(logits, seats, previous)
         if filters.sifted:
             masks = self._sieve.masks(logits, self.tables, seats, numbers, masks)
         return self._choose(logits, self.tables, seats, numbers, filters, masks)

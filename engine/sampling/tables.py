@@ -44,11 +44,18 @@ class Filters:
     """Some row has top-p or min-p."""
     sifted: bool = False
     """Some row has a filter of `sieve.py`."""
+    marked: bool = False
+    """Some row has a watermark; see `marks.py`."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether an implementation of the rule has all that the rows need, without plain torch before it."""
+        return not (self.sifted or self.marked)
 
     @property
     def need_whole_rows(self) -> bool:
         """Whether it takes all logits of a row to know which tokens may win. Otherwise the best of each part do."""
-        return self.top_k or self.top_p or self.sifted
+        return self.top_k or self.top_p or not self.is_fused
 
 
 GRAPH_FILTERS = tuple(Filters(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
