@@ -26,6 +26,7 @@ from penstock.app.log import Progress, log, progress_bar
 from penstock.app.model import Model, read_model
 from penstock.app.settings import EngineSettings, FrontSettings, Settings
 from penstock.app.store import make_store
+from penstock.app.watermark import read_watermark
 from penstock.engine.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from penstock.engine.cores import num_nodes, stay_on_node
 from penstock.engine.engine import Engine, EngineState
@@ -41,6 +42,7 @@ from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
@@ -177,6 +179,8 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         strict=settings.strict,
+        watermark=_watermark(settings),
+        watermarks_all=settings.watermark_all,
     )
     store = make_store(settings.redis_url, f"{model}:{weights}", replica)
     traces = _make_traces(settings.otlp_endpoint, model, replica)
@@ -271,6 +275,18 @@ def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:
     if settings.allowed_hosts or is_open or settings.api_keys_file is not None:
         return settings.allowed_hosts
     return (*LOOPBACK_HOSTS, settings.host)
+
+
+def _watermark(settings: Settings) -> Watermark | None:
+    """Raises OperatorError for a file of a key that cannot be read, or has none."""
+    if settings.watermark_key_file is None:
+        return None
+    watermark = read_watermark(
+        settings.watermark_key_file, settings.watermark_gamma, settings.watermark_delta
+    )
+    whose = "all texts have" if settings.watermark_all else "texts that ask for it have"
+    log.info("%s a watermark, gamma %g, delta %g", whose, watermark.gamma, watermark.delta)
+    return watermark
 
 
 def _find_draft(settings: EngineSettings, config: ModelConfig, tokenizer: Tokenizer) -> DraftSource | None:

@@ -253,6 +253,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "quantize": ("Quantizes a checkpoint to 4 or 8 bits.", _module("penstock.app.quantize")),
     "key": ("Makes an API key and its line for the keys file.", _module("penstock.app.keys")),
     "doctor": ("Reports what this machine offers and lacks, or whether a model fits.", _doctor),
+    "watermark": ("Tells whether a text has a watermark.", _module("penstock.app.watermark")),
     "top": ("Shows live who takes a running server, and how its lanes stand.", _module("penstock.app.top")),
     "check": ("Compares a model with its own weights in float32, and measures its speed.", _check),
     "kernels": (

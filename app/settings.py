@@ -37,6 +37,7 @@ from penstock.app.policies import policy_text, read_policy
 from penstock.engine.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from penstock.engine.cores import node_cores, num_cores
 from penstock.engine.kernels.cpu import levels, prebuilt
+from penstock.engine.text.watermark import DELTA, GAMMA
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
@@ -339,6 +340,19 @@ class Settings(EngineSettings, FrontSettings):
     """Most prompt tokens that a restarted server computes in advance, the most used first; with 0, no prompt's tokens
     are written to Redis. Those of requests with "store": false never are."""
 
+    watermark_key_file: Path | None = None
+    """File with a secret of at least 16 bytes, random ones: answers to requests with "watermark": true then have
+    a watermark, which `penstock watermark` finds with the same file."""
+
+    watermark_gamma: float = Field(default=GAMMA, gt=0, lt=1)
+    """Share of the tokens that a watermark prefers at each place; to find one takes the same share."""
+
+    watermark_delta: float = Field(default=DELTA, gt=0, le=100)
+    """What the logits of these tokens get more; with more, a watermark is found in shorter texts, and they are worse."""
+
+    watermark_all: bool = False
+    """Give the watermark to all texts, whatever requests ask for."""
+
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Separate port for /metrics, /health and /ready, on the same address; /metrics is then not served on --port."""
 
@@ -364,6 +378,12 @@ class Settings(EngineSettings, FrontSettings):
         for (one, port), (other, same) in combinations(ports.items(), 2):
             if port and port == same:
                 raise ValueError(f"{other} and {one} are both {port}; give each its own")
+        return self
+
+    @model_validator(mode="after")
+    def _a_key_for_all(self) -> Self:
+        if self.watermark_all and self.watermark_key_file is None:
+            raise ValueError("watermark_all needs watermark_key_file")
         return self
 
 

@@ -19,6 +19,7 @@ from penstock.engine.planning.embedding import Embedding
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.state_records import StateUse
 from penstock.engine.text.grammars import Grammars
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.access.quotas import Quotas
@@ -108,6 +109,10 @@ class ServiceOptions:
     reasoning_parser: str = AUTO
     strict: bool = False
     """Whether fields that would be ignored are refused."""
+    watermark: Watermark | None = None
+    """The watermark of answers that ask for one; None if they cannot."""
+    watermarks_all: bool = False
+    """Whether all answers have it."""
 
 
 class Service:

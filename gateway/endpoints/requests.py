@@ -36,6 +36,7 @@ from penstock.gateway.wire.sampling import (
     context_exceeded,
     output_tokens,
     sampling_params,
+    watermark_of,
 )
 from penstock.gateway.wire.structured import Form
 from penstock.gateway.wire.tokenizer import Tokenizer
@@ -247,6 +248,7 @@ class RequestMaker:
             vocab_size=self._service.vocab_size,
             grammar=guidance.grammar,
             thinking=None if body.use_beam_search else guidance.thinking,
+            watermark=watermark_of(body, options.watermark, is_for_all=options.watermarks_all),
         )
 
     def _bounded(self, ask: Ask, max_tokens: int, *, is_recorded: bool) -> int:

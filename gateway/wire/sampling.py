@@ -12,6 +12,7 @@ from penstock.engine.planning.windows import most_tokens_of_forks
 from penstock.engine.text.bans import Words
 from penstock.engine.text.grammar import Grammar
 from penstock.engine.text.thinking import ThinkingBudget
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.errors import ApiError, invalid
 from penstock.gateway.wire.prompts import check_token_ids
 from penstock.gateway.wire.schemas import ChatBody, CompletionBody, SamplingFields, as_strings
@@ -106,6 +107,7 @@ def sampling_params(
     vocab_size: int,
     grammar: Grammar | None = None,
     thinking: ThinkingBudget | None = None,
+    watermark: Watermark | None = None,
 ) -> SamplingParams:
     """
     Args:
@@ -140,7 +142,30 @@ def sampling_params(
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,
+        watermark=watermark,
     )
+
+
+def watermark_of(body: SamplingFields, watermark: Watermark | None, *, is_for_all: bool) -> Watermark | None:
+    """Returns the watermark of the answers to a request; None if they have none.
+
+    Args:
+        watermark: the server's; None if it has no key.
+        is_for_all: all texts of the server have it.
+
+    Raises:
+        ApiError: 400, if a watermark is wanted that there is not, or none where all have one.
+    """
+    if body.watermark and watermark is None:
+        raise invalid("'watermark' needs a server with --watermark-key-file.", "watermark")
+    if not is_for_all:
+        return watermark if body.watermark else None
+    if body.watermark is False:
+        raise invalid("All texts of this server have its watermark.", "watermark")
+    if body.use_beam_search:
+        message = "All texts of this server have its watermark, which a search of beams cannot give."
+        raise invalid(message, "use_beam_search")
+    return watermark
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -159,7 +184,7 @@ NEUTRAL = SamplingDefaults(temperature=0.0)
 
 # What would change which answers are found, by what it may say all the same.
 _EXCLUDED: Mapping[str, tuple[object, ...]] = {
-    "stream": (False,),
+    **dict.fromkeys(("stream", "watermark"), (False,)),
     **dict.fromkeys(("temperature", "min_p", "top_a", "xtc_probability", "min_tokens"), (0,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty"), (1,)),

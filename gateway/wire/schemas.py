@@ -130,6 +130,7 @@ class SamplingFields(TokenChoice, ModelRequest):
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
+    watermark: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_tokens_as_token_ids: bool | None = None
 

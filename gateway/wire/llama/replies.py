@@ -77,6 +77,7 @@ class LlamaWriter(ReplyWriter[StreamedChoice]):
             "n_predict": sampling.max_tokens,
             "repeat_penalty": sampling.repetition_penalty,
             "stop": list(sampling.stop),
+            "watermark": sampling.watermark is not None,
             **{name: getattr(sampling, name) for name in _SETTINGS},
         }
 
