@@ -153,6 +153,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     read = core.model
     folder, weights = read.folder, fingerprint(read.folder)
     model = model_name(settings.model, settings.served_model_name)
+    watermark = _watermark(settings)
     service_options = ServiceOptions(
         models=(model,),
         created=created(folder),
@@ -172,14 +173,14 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
         identity=identity(model, weights),
-        system_fingerprint=system_fingerprint(settings, weights),
+        system_fingerprint=system_fingerprint(settings, weights, watermark),
         policies=lanes,
         cluster_secret=settings.cluster_secret,
         warm_up_tokens=settings.warm_up_tokens,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         strict=settings.strict,
-        watermark=_watermark(settings),
+        watermark=watermark,
         watermarks_all=settings.watermark_all,
     )
     store = make_store(settings.redis_url, f"{model}:{weights}", replica)
@@ -252,11 +253,14 @@ def identity(model: str, weights: str) -> str:
     return f"{model} {weights}, penstock {version('penstock')}"
 
 
-def system_fingerprint(settings: EngineSettings, weights: str) -> str:
+def system_fingerprint(
+    settings: EngineSettings, weights: str, watermark: Watermark | None = None
+) -> str:
     """Returns the `system_fingerprint` of weights, types and version: equal ones give equal texts.
 
     Args:
         weights: the checkpoint's fingerprint.
+        watermark: the server's, whose strength counts; its key does not, so that no reply tells of it.
     """
     types = (settings.dtype, settings.quantize, settings.quantize_group_size, settings.kv_dtype)
     made_by = (
@@ -265,6 +269,7 @@ def system_fingerprint(settings: EngineSettings, weights: str) -> str:
         settings.tensor_parallel,
         settings.expert_parallel,
         version("penstock"),
+        *(() if watermark is None else (watermark.gamma, watermark.delta)),
     )
     digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"

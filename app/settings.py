@@ -348,7 +348,7 @@ class Settings(EngineSettings, FrontSettings):
     """Share of the tokens that a watermark prefers at each place; to find one takes the same share."""
 
     watermark_delta: float = Field(default=DELTA, gt=0, le=100)
-    """What the logits of these tokens get more; with more, a watermark is found in shorter texts, and they are worse."""
+    """What the logits of these tokens get more. With more, a watermark is found in shorter texts, which read worse."""
 
     watermark_all: bool = False
     """Give the watermark to all texts, whatever requests ask for."""

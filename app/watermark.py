@@ -1,4 +1,4 @@
-"""`penstock watermark`: tells whether a text has a watermark. It needs the model's tokenizer, and no weights or torch."""
+"""`penstock watermark`: tells whether a text has a watermark. It needs the model's tokenizer alone, and no torch."""
 
 from __future__ import annotations
 

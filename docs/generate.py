@@ -146,7 +146,7 @@ def _default(field: FieldInfo) -> str:
     return "" if default in (None, (), False) else _codes(default_text(default).split(","))
 
 
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "min_length": "at least"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "at least"}
 _KINDS = {
     **{bool: "on or off", int: "whole number", float: "number", str: "text", Path: "path", ByteSize: "size"},
     **{tuple: "comma-separated", LanePolicy: "`KEY=N,...`"},

@@ -28,6 +28,7 @@ from penstock.app.checkpoint import (
 )
 from penstock.app.errors import OperatorError, TransientError
 from penstock.app.settings import Settings
+from penstock.engine.text.watermark import Watermark
 from tests.engine import checkpoints
 from tests.engine.gguf_files import same, write_gguf
 
@@ -382,3 +383,9 @@ def test_replies_name_the_weights_and_the_types_they_are_computed_in() -> None:
     assert system_fingerprint(Settings(), fingerprint(DEMO_MODEL)) == names[0]
     assert system_fingerprint(Settings(max_num_seqs=7), fingerprint(DEMO_MODEL)) == names[0]
     assert system_fingerprint(settings, fingerprint(DEMO_DRAFT)) != names[0]
+    marked = [
+        system_fingerprint(settings, fingerprint(DEMO_MODEL), Watermark(key=key, delta=delta))
+        for key, delta in ((1, 2.0), (2, 2.0), (1, 3.0))
+    ]
+    assert marked[0] == marked[1], "a key is nobody's to guess by it"
+    assert len({names[0], *marked}) == 3

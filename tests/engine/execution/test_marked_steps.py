@@ -97,8 +97,8 @@ def test_native_steps_choose_the_same(folder: Path, expected: StepDriver, accura
     answers = expected.tokens() | {("late", 0): []}
     drafting = None if accuracy is None else Drafts(AnswerProposer(answers, accuracy))
     late = ask("late", 12, max_tokens=80, seed=4)
-    driver = PlainDriver(model, beside=True, whole=True, drafting=drafting).run(*REQUESTS, late)
-    found = driver.tokens()
+    driver = PlainDriver(model, beside=True, whole=True, drafting=drafting)
+    found = driver.run(*REQUESTS, late).tokens()
     assert len(found.pop(("late", 0))) == 80
     assert found == expected.tokens()
     assert driver.kinds.count("apart") > 10
