@@ -48,8 +48,8 @@ class Watermark:
 
     @property
     def bound(self) -> int:
-        """The hash below which a token is green."""
-        return round(self.gamma * (1 << 32))
+        """The hash below which a token is green, of 32 bits as well."""
+        return min(round(self.gamma * (1 << 32)), (1 << 32) - 1)
 
     def is_green(self, previous: int, token_id: int) -> bool:
         return hash_of(split_mix(self.key, previous), token_id) < self.bound

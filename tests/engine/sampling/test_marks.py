@@ -20,7 +20,7 @@ NUM = 24
 MARKS = st.builds(
     Watermark,
     key=st.integers(0, 2**64 - 1),
-    gamma=st.sampled_from([0.1, 0.25, 0.5, 0.9]),
+    gamma=st.sampled_from([1e-12, 0.1, 0.25, 0.5, 0.9, 1 - 1e-12]),
     delta=st.sampled_from([0.5, 2.0, 30.0]),
 )
 FIELDS: list[dict[str, Any]] = [
@@ -98,7 +98,7 @@ def test_every_implementation_chooses_the_same(choose: Choose) -> None:
 def test_rows_are_hashed_in_parts(monkeypatch: Any) -> None:
     sequences, logits = sequences_of(), make_logits(NUM, 5)
     expected = sample_marked(holding(sequences), logits, sequences)
-    monkeypatch.setattr(marks, "_HASHES_AT_ONCE", 7 * VOCAB)
+    monkeypatch.setitem(marks._AT_ONCE, "cpu", 7 * VOCAB)
     assert sample_marked(holding(sequences), logits, sequences) == expected
 
 
