@@ -253,9 +253,7 @@ def identity(model: str, weights: str) -> str:
     return f"{model} {weights}, penstock {version('penstock')}"
 
 
-def system_fingerprint(
-    settings: EngineSettings, weights: str, watermark: Watermark | None = None
-) -> str:
+def system_fingerprint(settings: EngineSettings, weights: str, watermark: Watermark | None = None) -> str:
     """Returns the `system_fingerprint` of weights, types and version: equal ones give equal texts.
 
     Args:

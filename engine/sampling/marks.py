@@ -1,8 +1,8 @@
 """Watermarks of running sequences, in plain torch: green tokens get more before any implementation chooses.
 
 The bits that make a token green are those of `text.watermark`: a row's key is output `previous` of the SplitMix64
-generator with the watermark's key as its state, and a token's hash is `hashing.hash_of` under it. Hashes are computed in
-32 bits, which is several times as fast as in the 64 of `noise.hashes`: their products wrap around.
+generator with the watermark's key as its state, and a token's hash is `hashing.hash_of` under it. Hashes are computed
+in 32 bits, which is several times as fast as in the 64 of `noise.hashes`: their products wrap around.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Marks:
         rows = torch.arange(len(seats), device=logits.device)
         if not rows.is_cuda:  # where it takes no waiting to know which have one
             rows = rows[deltas[:, 0] > 0]
-        for some in rows.split(max(1, self._at_once // logits.shape[1])):
+        for some in torch.split(rows, max(1, self._at_once // logits.shape[1])):
             hashes = token_ids ^ halves[some, :1]  # the low half first, wherever torch runs
             _finalize(hashes)
             hashes ^= halves[some, 1:]
