@@ -104,6 +104,8 @@ class Calls:
             if exchange.error is None:
                 raise
         if (error := exchange.error) is not None:
+            if exchange.opening is not None:
+                await exchange.opening
             code = _CODES.get(error.status, grpc.StatusCode.UNKNOWN)
             await context.abort(code, _message(error), exchange.trailers(error))
 
@@ -148,6 +150,8 @@ class _Exchange:
     ) -> None:
         self.error: ApiError | None = None
         """The error that the call ends with."""
+        self.opening: asyncio.Future[None] | None = None
+        """Is done when the metadata before the first reply are sent."""
         self._body: bytes | None = body
         self._context = context
         self._write = write
@@ -178,7 +182,11 @@ class _Exchange:
             self._status = message["status"]
             self._headers = {name.decode(): value.decode() for name, value in message["headers"]}
             if self._status == HTTPStatus.OK:
-                await self._context.send_initial_metadata(_metadata(self._headers))
+                # A call that is cut in the middle of this could not send its status.
+                sending = self._context.send_initial_metadata(_metadata(self._headers))
+                self.opening = asyncio.ensure_future(sending)
+                self.opening.add_done_callback(_forget)
+                await asyncio.shield(self.opening)
         elif self._status == HTTPStatus.OK and message["more_body"]:  # a reply may be empty; the end is none
             await self._write(message["body"])
         elif message["body"]:  # the entrance refused it
@@ -195,6 +203,12 @@ class _Exchange:
         """Returns the metadata that an error goes out with."""
         code = {"penstock-error-code": error.code} if error.code else {}
         return _metadata({**self._headers, **error.headers(), **code})
+
+
+def _forget(sent: asyncio.Future[None]) -> None:
+    """Takes note of a failure: the client is gone."""
+    if not sent.cancelled():
+        sent.exception()
 
 
 def _message(error: ApiError) -> str:

@@ -272,6 +272,22 @@ async def test_an_engine_that_is_lost_is_unavailable() -> None:
     assert "The engine stopped." in error.details()
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_client_is_cut_off_whatever_is_being_sent(num_turns: int) -> None:
+    gateway = Gateway()
+    async with connected(gateway) as (_, penstock):
+        call = penstock.Generate(request())
+        asked = await gateway.taken()
+        gateway.bring(asked, "x")
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        gateway.bring(asked, "x" * MAX_PENDING_BYTES)
+        gateway.bring(asked, "x")
+        await gateway.left()
+        error = await error_of(call)
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
     gateway = Gateway()
     async with connected(gateway) as (_, penstock):
