@@ -81,8 +81,8 @@ def _read_field(message: DescriptorProto, token: str, tokens: Iterator[str]) -> 
         _, key, _, value, _, name = islice(tokens, 6)
         label, kind = _LABELS["repeated"], f"{name.title().replace('_', '')}Entry"
         entry = message.nested_type.add(name=kind, options={"map_entry": True})
-        for number, (part, of) in enumerate((("key", key), ("value", value)), 1):
-            entry.field.add(name=part, number=number, label=_LABELS["optional"], **_type(of))
+        for place, (part, of) in enumerate((("key", key), ("value", value)), 1):
+            entry.field.add(name=part, number=place, label=_LABELS["optional"], **_type(of))
     else:
         name = next(tokens)
     _, place, _ = islice(tokens, 3)
