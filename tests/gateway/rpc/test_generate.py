@@ -118,6 +118,22 @@ async def test_another_model_is_not_found() -> None:
     assert ("penstock-error-code", "model_not_found") in tuple(error.trailing_metadata())
 
 
+async def test_more_messages_than_a_chat_may_have_are_refused() -> None:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_messages=2)))
+    async with connected(gateway) as (_, penstock):
+        error = await error_of(penstock.Generate(request(messages=HI * 3)))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "'messages' may be at most 2."
+
+
+async def test_more_metadata_than_headers_are_refused() -> None:
+    async with connected(Gateway()) as (_, penstock):
+        metadata = tuple((f"name-{i}", "x") for i in range(Limits().max_headers + 1))
+        error = await error_of(penstock.Generate(request(), metadata=metadata))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "too many" in error.details()
+
+
 async def test_a_long_name_does_not_make_the_status_too_long() -> None:
     async with connected(Gateway()) as (_, penstock):
         error = await error_of(penstock.Generate(request(prompt="Hi", model="x" * 100_000)))
