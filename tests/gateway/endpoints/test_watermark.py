@@ -55,7 +55,12 @@ async def test_who_gets_one(
 async def test_what_cannot_be_is_refused_by_name(
     make: Any, fields: dict[str, Any], options: dict[str, Any], field: str, said: str
 ) -> None:
-    reply = await replied(gateway(**options), make(**fields))
+    at = gateway(**options)
+    asking, taken = asyncio.create_task(replied(at, make(**fields))), asyncio.create_task(at.taken())
+    await asyncio.wait([asking, taken], return_when=asyncio.FIRST_COMPLETED)
+    assert not taken.done(), "the engine was asked"
+    taken.cancel()
+    reply = await asking
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == field
     assert said in reply.json()["error"]["message"]
