@@ -165,6 +165,7 @@ class Service:
             self.idempotency,
             self.metrics.resumes.inc,
             clock,
+            watermark=options.watermark,
         )
         self.recordings.writers |= writers_of(tokenizer)
         self.recordings.writers[records.KIND] = partial(writer.make_writer, tokenizer)

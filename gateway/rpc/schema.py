@@ -85,8 +85,8 @@ def _read_field(message: DescriptorProto, token: str, tokens: Iterator[str]) -> 
             entry.field.add(name=part, number=place, label=_LABELS["optional"], **_type(of))
     else:
         name = next(tokens)
-    _, place, _ = islice(tokens, 3)
-    return message.field.add(name=name, number=int(place), label=label, **_type(kind))
+    _, number, _ = islice(tokens, 3)
+    return message.field.add(name=name, number=int(number), label=label, **_type(kind))
 
 
 def _type(kind: str) -> dict[str, Any]:

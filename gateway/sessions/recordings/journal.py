@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.errors import ApiError
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.recordings.kinds import WriterMaker
@@ -55,7 +56,9 @@ class _Header(BaseModel):
     """The number of processes that have worked on it."""
     prompt: Tokens
     request: Request
-    """The request without its prompt."""
+    """The request without its prompt and its watermark."""
+    has_watermark: bool = False
+    """Whether its texts have the watermark of the server, whose key is never written down."""
 
 
 _FACTS = ("kind", "details", "created", "detachable", "max_detached_s", "attempts")
@@ -73,11 +76,16 @@ class _End(BaseModel):
 
 
 def header_of(recording: Recording) -> bytes:
+    request = recording.request
+    unmarked = replace(request.sampling, watermark=None)
     header = _Header.model_construct(  # of what is known to be right
         **_facts(recording),
         version=2,
-        prompt=recording.request.prompt_token_ids,
-        request=replace(recording.request, prompt_token_ids=(), output_token_ids=(), block_hashes=()),
+        prompt=request.prompt_token_ids,
+        request=replace(
+            request, sampling=unmarked, prompt_token_ids=(), output_token_ids=(), block_hashes=()
+        ),
+        has_watermark=request.sampling.watermark is not None,
     )
     return header.model_dump_json().encode()
 
@@ -247,6 +255,7 @@ def rebuild(
     writers: Mapping[str, WriterMaker],
     replayed: Callable[[Request, tuple[int, ...]], Iterable[Output]],
     prepare: Callable[[Recording], None] = lambda _: None,
+    watermark: Watermark | None = None,
 ) -> Recording:
     """Makes the recording again, as far as it was written down.
 
@@ -254,6 +263,7 @@ def rebuild(
         writers: by kind.
         replayed: what the engine brought; see `replay`.
         prepare: called before the recording gets that.
+        watermark: the server's.
 
     Raises:
         CorruptJournal: if it cannot be read.
@@ -261,8 +271,11 @@ def rebuild(
     header, end = _parsed(journal)
     if header.kind not in writers:
         raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
+    if header.has_watermark and watermark is None:
+        raise CorruptJournal("this server has no key for its watermark")
+    sampling = replace(header.request.sampling, watermark=watermark if header.has_watermark else None)
     recording = Recording(
-        replace(header.request, prompt_token_ids=header.prompt, arrival_s=now),
+        replace(header.request, prompt_token_ids=header.prompt, arrival_s=now, sampling=sampling),
         writer=writers[header.kind](header.request, header.created, header.details),
         journalled=True,
         **_facts(header) | {"attempts": header.attempts + 1},

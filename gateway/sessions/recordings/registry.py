@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.engine.engine import EngineState
 from penstock.engine.planning.request import Request
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.quotas import QuotaReservation
 from penstock.gateway.background import Rounds, every, meanwhile
@@ -93,6 +94,8 @@ class Recordings:
     """The work to do, by kind of reply, before the client gets the end of its reply."""
     writers: dict[str, WriterMaker] = field(default_factory=dict)
     """The function that makes the writer of a reply, by kind."""
+    watermark: Watermark | None = None
+    """The server's."""
 
     def __post_init__(self, store: Store) -> None:
         self._journals = store.durable
@@ -429,7 +432,8 @@ class Recordings:
 
     def _replayed(self, journal: Journal) -> Recording:
         replayed = partial(replay, replayer=self.replayer, max_len=self.dispatch.context_length)
-        return rebuild(journal, self.clock(), self.writers, replayed, self._count_thoughts)
+        counted, watermark = self._count_thoughts, self.watermark
+        return rebuild(journal, self.clock(), self.writers, replayed, counted, watermark)
 
     def _count_thoughts(self, recording: Recording) -> None:
         recording.thoughts = self.formats.thoughts(Reading(**recording.details.get("reading", {})))

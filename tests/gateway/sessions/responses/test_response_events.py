@@ -18,8 +18,16 @@ from pydantic import TypeAdapter
 
 from penstock.engine.planning.request import FinishReason, Output, TokenLogprobs
 from penstock.engine.planning.text_sink import TextSink
+from penstock.engine.text.watermark import Watermark
 from penstock.gateway.errors import ApiError
-from penstock.gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
+from penstock.gateway.sessions.recordings.journal import (
+    CorruptJournal,
+    end_of,
+    header_of,
+    rebuild,
+    replay,
+    words_of,
+)
 from penstock.gateway.sessions.recordings.recording import Recording
 from penstock.gateway.sessions.responses import writer
 from penstock.gateway.sessions.responses.objects import deleted, input_items, page
@@ -447,3 +455,17 @@ async def test_a_corrupt_record_is_told_from_a_good_one(value: bytes) -> None:
     store = MemoryStore()
     await store.put(Key(RECORDS.kind, "t", "resp_1"), value, 60.0)
     assert await RECORDS.get(store, "t", "resp_1") is None
+
+
+def test_a_journal_has_no_key_of_a_watermark_and_the_text_goes_on_with_it() -> None:
+    mark = Watermark(key=0x1234_5678_9ABC_DEF0)
+    recording = recording_of(sampling=replace(SAMPLING, watermark=mark))
+    journal = Journal(recording.id, header := header_of(recording), (), None)
+    assert str(mark.key).encode() not in header
+    made = partial(rebuild, journal, 99.0, {KIND: partial(make_writer, make_tokenizer())}, lambda *_: [])
+    assert made(watermark=mark).request.sampling.watermark == mark
+    with pytest.raises(CorruptJournal, match="key"):
+        made()
+    journal = Journal(recording.id, header_of(recording_of()), (), None)
+    made = partial(rebuild, journal, 99.0, {KIND: partial(make_writer, make_tokenizer())}, lambda *_: [])
+    assert made(watermark=mark).request.sampling.watermark is None
