@@ -248,7 +248,9 @@ class RequestMaker:
             vocab_size=self._service.vocab_size,
             grammar=guidance.grammar,
             thinking=None if body.use_beam_search else guidance.thinking,
-            watermark=watermark_of(body, options.watermark, is_for_all=options.watermarks_all),
+            watermark=watermark_of(body, options.watermark, is_for_all=options.watermarks_all)
+            if body.watermark is not None or options.watermarks_all
+            else None,
         )
 
     def _bounded(self, ask: Ask, max_tokens: int, *, is_recorded: bool) -> int:
