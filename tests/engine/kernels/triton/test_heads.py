@@ -95,6 +95,7 @@ def check(folder: Path, draft: DraftSource | None, device: torch.device) -> None
     assert graphs.replays
 
 
+@pytest.mark.long("whole steps by Triton's interpreter")
 def test_a_head_of_eagle_drafts_what_plain_torch_drafts(tmp_path: Path, device: torch.device) -> None:
     """Its first passes over prompts and over what was accepted, and passes of its own hidden states, out of graphs."""
     folder = make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3)
