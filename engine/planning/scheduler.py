@@ -143,6 +143,9 @@ class Scheduler:
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the running sequences that have one token to compute, and those that have more."""
         running = self.sequences.running
+        if self.drafting is not None and not self.drafting.is_followed:
+            # Where drafts in flight are not followed, their sequences sit the step out.
+            running = [sequence for sequence in running if not sequence.num_unsure]
         remaining = [sequence.num_remaining for sequence in running]
         if remaining.count(1) == len(remaining):
             return running[:], []

@@ -106,7 +106,7 @@ def test_who_gives_way_and_what_finds_no_room_says_the_same(
 
 
 @modest
-@given(workloads(), st.integers(0, 10**6), st.sampled_from([(6,), (0, 6), (3, 9)]))
+@given(workloads(num_blocks=(40, 60)), st.integers(0, 10**6), st.sampled_from([(6,), (0, 6), (3, 9)]))
 def test_a_window_keeps_what_a_sequence_sees_that_goes_back(
     workload: Workload, seed: int, windows: tuple[int, ...]
 ) -> None:
