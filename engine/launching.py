@@ -19,8 +19,7 @@ def goes_beside(plan: StepPlan, scheduler: Scheduler, facts: RunnerFacts) -> boo
     """Returns whether the next step is to be planned while this one runs."""
     longest_s = facts.plain_ahead_s
     if longest_s is None or not facts.num_ahead:
-        is_followed = scheduler.drafting is not None and scheduler.drafting.is_followed
-        return facts.num_ahead > 0 and (is_followed or not plan.num_drafts)
+        return facts.num_ahead > 0 and scheduler.may_be_followed(plan)
     if scheduler.awaits_tokens or not plan.chunks or plan.num_drafts or not is_plain(plan):
         return False
     return scheduler.queue.step_seconds(0, plan.num_tokens, plan.num_context, 0) <= longest_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,8 @@ class TokensInFlight:
     def __init__(self, plan: StepPlan, token_ids: Tensor, sampled: SampledRows | None) -> None:
         self._plan, self._token_ids, self._sampled = plan, token_ids, sampled
 
-    def rows(self) -> Mapping[Sequence, ListLike[int]]:
+    @cached_property
+    def _rows(self) -> Mapping[Sequence, ListLike[int]]:
         """The rows of each sequence that is sampled: one, and one for each of its drafts."""
         chunks, sampled = self._plan.chunks, self._sampled
         return {
@@ -36,12 +38,12 @@ class TokensInFlight:
             if chunk.samples
         }
 
-    def wrong(self, sequences: ListLike[Sequence]) -> Tensor:
+    def _wrong(self, sequences: ListLike[Sequence]) -> Tensor:
         """[n] int32: how many drafts of these sequences were wrong; 0 of a sequence that has none here."""
         device = self._token_ids.device
         if not isinstance(self._sampled, Verification):
             return torch.zeros(len(sequences), dtype=torch.int32, device=device)
-        places = {sequence: place for place, sequence in enumerate(self.rows())}
+        places = {sequence: place for place, sequence in enumerate(self._rows)}
         (wanted,) = send_apart([[places.get(sequence, len(places)) for sequence in sequences]], device)
         return F.pad(self._sampled.wrong, (0, 1)).index_select(0, wanted)
 
@@ -60,7 +62,7 @@ class TokensInFlight:
             step_tokens: [T] int32, the tokens of the pass.
             num_rows: of the pass, padding included.
         """
-        rows_of, sources, targets, end = self.rows(), list[int](), list[int](), 0
+        rows_of, sources, targets, end = self._rows, list[int](), list[int](), 0
         for chunk in plan.chunks:
             end += chunk.num_tokens
             if chunk.samples and chunk.sequence in rows_of:
@@ -70,5 +72,5 @@ class TokensInFlight:
         sources_, targets_ = send_apart([sources, targets], step_tokens.device)
         token_ids = self._token_ids.index_select(0, sources_).clamp(min=0)
         step_tokens.index_copy_(0, targets_.long(), token_ids)
-        wrong = self.wrong([chunk.sequence for chunk in plan.chunks])
+        wrong = self._wrong([chunk.sequence for chunk in plan.chunks])
         return RowsInFlight(plan, seats, num_rows, table, wrong)

@@ -93,23 +93,18 @@ class Verification:
         rounds = [number for _, number in self.order]
         seats_of_rows += [-1] * len(padding)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.samples]
-        firsts = [self.rows_of[i][0] for i in sampling]
         self._most = max([len(chunk.drafts) for chunk in chunks])
-        self.rows, self.seats, counts_, self._rounds, self._drafts, self._before, *by_chunk = send_apart(
-            [
-                *(
-                    rows + padding,
-                    seats_of_rows,
-                    counts + padding,
-                    rounds,
-                    drafts + padding,
-                    before + padding,
-                ),
-                *(firsts, [seats[i] for i in sampling], [len(chunks[i].drafts) for i in sampling]),
-            ],
-            device,
+        of_rows = [rows, counts, drafts, before]
+        of_chunks = [
+            [self.rows_of[i][0] for i in sampling],
+            [seats[i] for i in sampling],
+            [len(chunks[i].drafts) for i in sampling],
+        ]
+        parts = [*(part + padding for part in of_rows), seats_of_rows, rounds, *of_chunks]
+        self.rows, counts_, self._drafts, self._before, self.seats, self._rounds, *sent = send_apart(
+            parts, device
         )
-        self._firsts, self._seats, self._num_drafts = by_chunk
+        self._firsts, self._seats, self._num_drafts = sent
         self.numbers = counts_ + table.num_outputs(self.seats)
 
     def set_drafts(self, rows: Tensor, token_ids: Tensor) -> None:
@@ -120,7 +115,13 @@ class Verification:
         """Samples the rows: token ids [R] int32, -1 where nothing was chosen."""
         if self._num_rounds == 1:
             return choose(self.seats)
-        return self._run_in_rounds(choose)
+        token_ids = torch.full_like(self.rows, -1)
+        for number in range(self._num_rounds):
+            is_due = self._rounds == number
+            if number:
+                is_due &= token_ids.index_select(0, self._before) == self._drafts
+            token_ids = torch.where(is_due, choose(torch.where(is_due, self.seats, -1)), token_ids)
+        return token_ids
 
     def settle(self, table: SequenceTable, token_ids: Tensor) -> None:
         """Counts the right drafts, and leaves in the table what is so: their tokens, and the one after the last.
@@ -137,15 +138,6 @@ class Verification:
         seats = self._seats.long()
         table.lengths[seats] -= self.wrong
         table.last_tokens[seats] = token_ids[self._firsts + num_right]
-
-    def _run_in_rounds(self, choose: ChooseRows) -> Tensor:
-        token_ids = torch.full_like(self.rows, -1)
-        for number in range(self._num_rounds):
-            is_due = self._rounds == number
-            if number:
-                is_due &= token_ids.index_select(0, self._before) == self._drafts
-            token_ids = torch.where(is_due, choose(torch.where(is_due, self.seats, -1)), token_ids)
-        return token_ids
 
 
 class RowsInFlight:

@@ -88,6 +88,10 @@ class Scheduler:
         """Whether steps in flight must land before the next is planned, because it may have drafts."""
         return self.drafting is not None and self.drafting.is_due
 
+    def may_be_followed(self, plan: StepPlan) -> bool:
+        """Whether the next step may be planned before the last one, this plan, is back: what drafts it has allow it."""
+        return not plan.num_drafts or (self.drafting is not None and self.drafting.is_followed)
+
     def start_afresh(self, memory: SequenceMemory) -> None:
         """Goes on with an empty memory, while there is no sequence."""
         self.memory = self.sequences.memory = memory
@@ -142,8 +146,8 @@ class Scheduler:
 
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the running sequences that have one token to compute, and those that have more."""
-        running = self.sequences.running
-        if self.drafting is not None and not self.drafting.is_followed:
+        running, last = self.sequences.running, self._last
+        if last is not None and last.num_tokens > len(last.chunks) and not self.may_be_followed(last):
             # Where drafts in flight are not followed, their sequences sit the step out.
             running = [sequence for sequence in running if not sequence.num_unsure]
         remaining = [sequence.num_remaining for sequence in running]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.sampling.noise import HASH_1, HASH_2, noise_keys
+from penstock.engine.hashing import HASH_1, HASH_2
+from penstock.engine.sampling.noise import noise_keys
 from penstock.engine.text.watermark import Watermark
 
 _HALF = 1 << 31

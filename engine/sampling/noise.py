@@ -15,9 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.engine.hashing import GAMMA, HASH_1, HASH_2, MIX_1, MIX_2, split_mix
-
-__all__ = ["GAMMA", "HASH_1", "HASH_2", "MIX_1", "MIX_2", "gumbel", "hashes", "noise_keys", "split_mix"]
+from penstock.engine.hashing import GAMMA, HASH_1, HASH_2, MIX_1, MIX_2
 
 
 def noise_keys(states: Tensor, numbers: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Masks
 from penstock.engine.sampling.marks import Marks
-from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.sieve import Sieve
 from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 

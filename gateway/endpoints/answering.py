@@ -112,7 +112,12 @@ class ModelEndpoints(Endpoints):
         )
         if recorder is None or not (recorder.always or outlives):
             prefix = prefix if recorder is None else recorder.prefix
-            return await self._live(inbound, write, prefix + secrets.token_hex(16))
+            reply = await self._live(inbound, write, prefix + secrets.token_hex(16))
+            stored = ask.retention.stored
+            keep_whole = (
+                None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
+            )
+            return LiveSender(self._service, reply, keep_whole)
         check_recordable(ask, recorder, key)
         inbound = replace(inbound, is_recorded=True)
         reply_id = owned_id(recorder.prefix, self._service.tag, recorder.num_digits)
@@ -124,14 +129,7 @@ class ModelEndpoints(Endpoints):
             return await recorder.repeat(inbound.tenant.name, recording, inbound.body)
         return recorder.reply(recording, inbound.body)
 
-    async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Sender:
-        reply, stored = await self._reply(inbound, write, reply_id), inbound.ask.retention.stored
-        keep_whole = (
-            None if stored is None else partial(keep, self._service.store, inbound.tenant.name, stored)
-        )
-        return LiveSender(self._service, reply, keep_whole)
-
-    async def _reply(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Live:
+    async def _live(self, inbound: Inbound, write: MakeWriter, reply_id: str) -> Live:
         """Returns a reply whose requests were made, and are not yet submitted."""
         self._check_room(inbound)
         ask, group = inbound.ask, await self._make_requests(inbound, reply_id)

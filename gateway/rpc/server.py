@@ -101,7 +101,7 @@ class _Methods(ModelEndpoints):
         """
         inbound = await self._intake.begin(call.http, kind, values)
         self._check(inbound.ask)
-        reply = await self._reply(inbound, write, f"rpc-{secrets.token_hex(16)}")
+        reply = await self._live(inbound, write, f"rpc-{secrets.token_hex(16)}")
         reply.connection = call.connection
         if reply.reservation is not None:
             call.headers.update(reply.reservation.headers)

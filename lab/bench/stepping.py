@@ -64,8 +64,7 @@ class Stepper:
             if plan.chunks:
                 step = launch_fitting(self._runner, scheduler, plan, land=lambda: land(0))
                 flights.append((plan, step))
-            is_followed = not plan.num_drafts or (drafting is not None and drafting.is_followed)
-            land(self._num_ahead if plan.chunks and is_followed else 0)
+            land(self._num_ahead if plan.chunks and scheduler.may_be_followed(plan) else 0)
             is_over = scheduler.sequences.is_idle
         return found
 

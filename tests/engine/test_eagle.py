@@ -13,13 +13,14 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.execution import loader
+from penstock.engine.hashing import split_mix
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.step import StepPlan
-from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, ReferenceHead, make_eagle

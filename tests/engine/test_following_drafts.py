@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.launching import launch_fitting
-from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import Output, Request
-from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import StepPlan
-from tests.engine.fake_runner import FakeProposer, FakeSink, UnpricedDrafting, expected_output, make_request
+from tests.engine.fake_runner import FakeProposer, UnpricedDrafting, expected_output, make_request
 from tests.engine.queued_runner import QueuedRunner
 from tests.engine.test_overlap import StoppingSink, answers, assert_all_is_given_back
 from tests.engine.workloads import BLOCK_SIZE, Run, Step, Workload, workloads
@@ -37,17 +35,6 @@ class Following(Run):
         self.drafting = UnpricedDrafting(
             lookup, pace.choice([1, 3, 6]), pace, has_model=True, may_follow=True
         )
-        if windows:
-            self.tables = SequenceMemory(
-                workload.num_blocks, BLOCK_SIZE, windows=windows, prefix_cache=workload.prefix_cache
-            )
-            limits = SchedulerLimits(
-                max_batch_tokens=workload.budget,
-                max_num_seqs=workload.max_num_seqs,
-                max_model_len=workload.max_model_len,
-            )
-            sink = StoppingSink() if stops else FakeSink()
-            self.scheduler = Scheduler(self.queue, self.tables, sink, limits)
         self.scheduler.drafting = self.drafting
         late.watch(self.tables)
 
@@ -60,7 +47,7 @@ class Following(Run):
         if plan.chunks:
             step = launch_fitting(self.runner, self.scheduler, plan, land=self.land_all)
             self.flights.append((plan, step))
-        is_followed = plan.chunks and (self.drafting.is_followed or not plan.num_drafts)
+        is_followed = plan.chunks and self.scheduler.may_be_followed(plan)
         outputs: list[Output] = []
         while len(self.flights) > (self.runner.num_ahead if is_followed else 0):
             outputs += self.land()

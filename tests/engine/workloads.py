@@ -85,7 +85,12 @@ class Run:
         self.workload = workload
         self.runner = runner or FakeRunner(workload.num_blocks, BLOCK_SIZE)
         self.queue = LaneQueue(Lock())
-        self.tables = SequenceMemory(workload.num_blocks, BLOCK_SIZE, prefix_cache=workload.prefix_cache)
+        self.tables = SequenceMemory(
+            workload.num_blocks,
+            BLOCK_SIZE,
+            prefix_cache=workload.prefix_cache,
+            windows=self.runner.windows,
+        )
         limits = SchedulerLimits(
             max_batch_tokens=workload.budget,
             max_num_seqs=workload.max_num_seqs,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.engine.sampling import noise, reference
+from penstock.engine import hashing
+from penstock.engine.sampling import reference
 from penstock.engine.sampling.tables import ROW
 
 
@@ -25,8 +26,8 @@ _BIASES = tl.constexpr(128)
 """Biased tokens that a program reads at a time."""
 INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(reference.LARGEST)
-_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(n) for n in (noise.GAMMA, noise.MIX_1, noise.MIX_2))
-_HASH_1, _HASH_2 = tl.constexpr(noise.HASH_1), tl.constexpr(noise.HASH_2)
+_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(n) for n in (hashing.GAMMA, hashing.MIX_1, hashing.MIX_2))
+_HASH_1, _HASH_2 = tl.constexpr(hashing.HASH_1), tl.constexpr(hashing.HASH_2)
 
 
 @triton.jit

@@ -153,9 +153,7 @@ class StepDriver:
         self.runner.forget(self.scheduler.sequences.take_departed())
         if plan.chunks:
             self.flights.append((plan, self.launch(plan)))
-        drafting = self.scheduler.drafting
-        is_followed = not plan.num_drafts or (drafting is not None and drafting.is_followed)
-        self.land(self.num_ahead if plan.chunks and is_followed else 0)
+        self.land(self.num_ahead if plan.chunks and self.scheduler.may_be_followed(plan) else 0)
 
     def land(self, num_left: int) -> None:
         while len(self.flights) > num_left:

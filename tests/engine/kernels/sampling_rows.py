@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.sampling import reference
-from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
 from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
-from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.tables import ROW, Choose, Filters, SamplingTables
 from tests.engine.sampling import numpy_reference

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Sequence
-from penstock.engine.sampling.noise import split_mix
 
 F64 = NDArray[np.float64]
 U64 = NDArray[np.uint64]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.hashing import split_mix
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
 from tests.engine.ranges import FUNCTION, gamma
 from tests.engine.sampling import numpy_reference
 from tests.engine.sampling.cases import states

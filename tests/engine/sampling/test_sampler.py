@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
-from penstock.engine.sampling.noise import noise_keys, split_mix
+from penstock.engine.sampling.noise import noise_keys
 from penstock.engine.sampling.sampler import Sampler, has_penalties
 from penstock.engine.sampling.tables import GRAPH_FILTERS, ROW, Filters, SamplingTables
 from tests.engine.sampling import numpy_reference

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import TypicalLogitsWarper
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.planning.request import Sequence
 from penstock.engine.sampling import reference
-from penstock.engine.sampling.noise import split_mix
 from penstock.engine.sampling.tables import Choose
 from tests.engine.sampling.cases import VOCAB, holding, make_logits, make_sequence, sample
 

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.hashing import split_mix
 from penstock.engine.kernels.triton import sampling
 from penstock.engine.kernels.triton.sampling import TritonChoose
 from penstock.engine.kernels.triton.sampling_rows import gumbel_noise
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.sampling import reference
-from penstock.engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from penstock.engine.sampling.noise import gumbel, hashes, noise_keys
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.tables import Filters
 from tests.engine.kernels.sampling_rows import all_allowed, random_masks
