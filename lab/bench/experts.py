@@ -60,7 +60,9 @@ class Figure:
 
 
 class Model:
-    """Layers of random experts, which all have the same numbers, though each a copy of its own."""
+    """Layers of random experts, which all have the same numbers, though each a copy of its own.
+
+    The numbers are the same in each run, so that a step has the same experts."""
 
     def __init__(self, team: Team, type: str, num_layers: int) -> None:
         self.team, self.type = team, type
@@ -70,8 +72,9 @@ class Model:
         assert isinstance(experts, Experts)
         self.experts = experts
         self.kernels = native_kernels(team, torch.bfloat16)
+        self._generator = torch.Generator().manual_seed(0)
         layers = [self._layer(number) for number in range(num_layers)]
-        embedding = torch.randn(_VOCABULARY, self.config.hidden_size).bfloat16()
+        embedding = self._normal(_VOCABULARY, self.config.hidden_size).bfloat16()
         weights = Weights(
             embedding, layers, torch.ones(self.config.hidden_size), nn.Identity(), is_tied=False
         )
@@ -110,10 +113,13 @@ class Model:
 
     def _random(self, map: LinearMap) -> tuple[NamedTensors, Format, int]:
         rows, columns = sum(part.count for part in map.rows), map.in_features
-        weight, kept = torch.randn(rows, columns) / columns**0.5, kept_in(self.type, columns)
+        weight, kept = self._normal(rows, columns) / columns**0.5, kept_in(self.type, columns)
         if map.stays or isinstance(kept, torch.dtype):
             return {"weight": weight.bfloat16()}, DENSE, rows
         return kept.quantize(weight), kept, rows
+
+    def _normal(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=self._generator)
 
     @property
     def expert_bytes(self) -> int:
