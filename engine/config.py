@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.engine.fields import Fields
-from penstock.engine.spec import Attention, Layer, ModelSpec
+from penstock.engine.spec import Attention, LatentAttention, Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ModelConfig:
         return self.spec.hidden_size
 
     @property
-    def attentions(self) -> tuple[Attention, ...]:
+    def attentions(self) -> tuple[Attention | LatentAttention, ...]:
         """The attention of each layer that has one, in the order of the layers."""
         return tuple(self.spec.attentions.values())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.spec import LatentAttention
 
 _PAGE = 4096
 
@@ -49,6 +50,18 @@ class KVShape:
     head_dim: int
     block_size: int
     """Tokens per block."""
+    latent_size: int = 0
+    """The first numbers of a key, so many, are its value, too; 0 if values are kept beside keys."""
+
+    @property
+    def halves(self) -> int:
+        """2 if values are kept beside keys, else 1."""
+        return 1 if self.latent_size else 2
+
+    @property
+    def scales(self) -> int:
+        """The scales of a head of a token in a quantized cache: one for so many numbers of a latent as are rotated."""
+        return self.head_dim // (self.head_dim - self.latent_size) if self.latent_size else 1
 
     @property
     def block_elements(self) -> int:
@@ -57,11 +70,11 @@ class KVShape:
     def stored_elements(self, dtype: torch.dtype) -> int:
         """Elements of a cache of type `dtype` that they take.
 
-        If it is quantized, the block ends with a float32 scale for each head of each token.
+        If it is quantized, the block ends with a float32 scale, or several, for each head of each token.
         """
         if not is_quantized(dtype):
             return self.block_elements
-        return self.block_elements + self.num_kv_heads * self.block_size * SCALE_BYTES
+        return self.block_elements + self.num_kv_heads * self.block_size * self.scales * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +109,12 @@ class KVLayout:
         """Returns the layout of a model; with another's, `beside`, all layers lie in the first of its tables."""
         heads = model.spec.attentions
         shapes = {
-            number: KVShape(num_kv_heads=h.num_kv_heads, head_dim=h.head_dim, block_size=block_size)
+            number: KVShape(
+                num_kv_heads=h.num_kv_heads,
+                head_dim=h.head_dim,
+                block_size=block_size,
+                latent_size=h.latent_size if isinstance(h, LatentAttention) else 0,
+            )
             for number, h in heads.items()
         }
         if not heads:
@@ -147,6 +165,11 @@ class KVLayout:
     def shapes(self) -> set[KVShape]:
         return {place.shape for place in self.places.values()}
 
+    @property
+    def halves(self) -> int:
+        """2 if layers keep keys and values, 1 if they keep latents: all keep the same."""
+        return max((shape.halves for shape in self.shapes), default=2)
+
     def plane_elements(self, dtype: torch.dtype) -> int:
         """Elements of a cache of type `dtype` that the keys (or values) of a plane take in one block."""
         places = self.places.values()
@@ -154,28 +177,31 @@ class KVLayout:
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block: keys and values of all its planes."""
-        return self.num_planes * 2 * self.plane_elements(dtype) * dtype.itemsize
+        return self.num_planes * self.halves * self.plane_elements(dtype) * dtype.itemsize
 
 
 class KVCache:
     """Keys and values of `num_blocks` blocks, all layers.
 
-    `data` is [num_planes, 2, num_blocks, elements of a plane]. The layout inside a layer's part of a block is left to
-    the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. No sequence owns block
-    0: unused entries of block tables point to it, and data written there is never read.
+    `data` is [num_planes, 2, num_blocks, elements of a plane], or [num_planes, 1, ...] of latents. The layout inside a
+    layer's part of a block is left to the kernels that write and read it; the reference has [num_kv_heads, block_size,
+    head_dim]. No sequence owns block 0: unused entries of block tables point to it, and what lies there is never read.
 
     If the type is int8, the numbers of a layer are followed by the bytes of float32 scales
-    [num_kv_heads, block_size]: an element is its number times the scale of its token and head.
+    [num_kv_heads, block_size], of latents [block_size, `KVShape.scales`]: an element is its number times the scale of
+    its token and head, and of its group of a latent.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
-        self.data = zeros((layout.num_planes, 2, num_blocks, layout.plane_elements(dtype)), dtype, device)
+        self.data = zeros(
+            (layout.num_planes, layout.halves, num_blocks, layout.plane_elements(dtype)), dtype, device
+        )
 
     def layer(self, index: int) -> Tensor:
-        """[2, num_blocks, stored elements of a block], keys first; from block to block there may be a stride."""
+        """[2 or 1, num_blocks, stored elements of a block], keys first; from block to block there may be a stride."""
         place = self.layout.places[index]
         stored = place.shape.stored_elements(self.data.dtype)
         return self.data[place.plane, :, :, place.part * stored : (place.part + 1) * stored]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels import experts, recurrent, reference, sequence_table
+from penstock.engine.kernels import experts, latents, recurrent, reference, sequence_table
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu import native
 from penstock.engine.kernels.experts import ExpertLinear, ExpertPacker, ListedExperts, Route, RunExperts
@@ -68,14 +68,19 @@ class RotateAndWrite(Protocol):
     ) -> Tensor: ...
 
 
+RotateAndWriteLatents = Callable[[Tensor, Tensor, Tensor, float, TokenPlaces, Tensor, KVShape], Tensor]
+"""See `latents.rotate_and_write_latents`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The operations of one device.
 
-    Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts` in
-    `kernels/experts.py`, `gated_delta`, `mamba2` and `short_conv` in `kernels/recurrent.py`, `gather` in
-    `kernels/sequence_table.py`, `choose` and `most_likely` in `sampling/reference.py`. The types of linear maps, of the
-    embedding, of the KV cache and of activations are independent; each linear map has its own.
+    Each is specified by the function or class of the same name in `kernels/reference.py`, `route` and `run_experts`
+    in `kernels/experts.py`, `rotate_and_write_latents` in `kernels/latents.py`, `gated_delta`, `mamba2` and
+    `short_conv` in `kernels/recurrent.py`, `gather` in `kernels/sequence_table.py`, `choose` and `most_likely` in
+    `sampling/reference.py`. The types of linear maps, of the embedding, of the KV cache and of activations are
+    independent; each linear map has its own.
     """
 
     name: str
@@ -89,6 +94,7 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     kv_places: Callable[[Batch, int], Tensor]
     rotate_and_write: RotateAndWrite
+    rotate_and_write_latents: RotateAndWriteLatents
     glu: Callable[[Tensor, str], Tensor]
     activated: Callable[[Tensor, str], Tensor]
     route: Route
@@ -181,6 +187,7 @@ def reference_kernels(
         add_rms_norm=reference.add_rms_norm,
         kv_places=reference.kv_places,
         rotate_and_write=reference.rotate_and_write,
+        rotate_and_write_latents=latents.rotate_and_write_latents,
         glu=reference.glu,
         activated=reference.activated,
         route=experts.route,
@@ -188,7 +195,7 @@ def reference_kernels(
         gated_delta=recurrent.gated_delta,
         mamba2=recurrent.mamba2,
         short_conv=recurrent.short_conv,
-        attention=reference.PagedAttention,
+        attention=latents.attention,
         gather=sequence_table.gather,
         choose=choose,
         most_likely=most_likely,

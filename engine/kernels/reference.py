@@ -279,7 +279,8 @@ class PagedAttention:
         """
         Args:
             queries: [T, num_heads, head_dim]
-            layer_kv: [2, num_blocks, stored elements of a block]; the step's own keys are in it already.
+            layer_kv: [2, num_blocks, stored elements of a block], or [1, ...] of latents; the step's own keys are in it
+                already.
             window: the tokens that each sees, itself included; 0 sees all, and -c sees its own chunk of c.
             scale: multiplies the scores; None stands for head_dim^-1/2.
             softcap: c > 0 makes c tanh(s / c) of a scaled score s.
@@ -289,9 +290,9 @@ class PagedAttention:
             first: no token sees those before this position, except itself.
 
         Returns:
-            [T, num_heads * head_dim]
+            [T, num_heads * head_dim], of latents [T, num_heads * latent_size]
         """
-        attended = torch.zeros_like(queries)
+        attended = queries.new_zeros(*queries.shape[:2], self._shape.latent_size or self._shape.head_dim)
         tables = self._block_tables if block_tables is None else block_tables
         for tile in self._tiles:
             blocks = tables[tile.sequences, : tile.num_blocks].long()
@@ -312,13 +313,13 @@ class PagedAttention:
         sinks: Tensor | None,
         first: int,
     ) -> Tensor:
-        """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
+        """[G, Q, heads, d] -> [G, Q, heads, d of values]; query heads of one key-value head become more queries."""
         num_sequences, num_queries, num_heads, head_dim = queries.shape
         num_kv_heads = self._shape.num_kv_heads
         dtype = queries.dtype
         if not is_quantized(layer_kv.dtype):
             dtype = torch.promote_types(dtype, layer_kv.dtype)
-        keys, values = (gather_kv(half, blocks, self._shape, dtype) for half in layer_kv.unbind())
+        keys, values = self._gather(layer_kv, blocks, dtype)
         stacked = queries.view(num_sequences, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         scores = (stacked.flatten(2, 3).to(dtype) @ keys.mT).float()
         scores.mul_(head_dim**-0.5 if scale is None else scale)
@@ -333,8 +334,12 @@ class PagedAttention:
             of_heads = sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
         attended: Tensor = weights.flatten(2, 3).to(dtype) @ values
-        attended = attended.view(num_sequences, num_heads, num_queries, head_dim).transpose(1, 2)
+        attended = attended.view(num_sequences, num_heads, num_queries, -1).transpose(1, 2)
         return attended.to(queries.dtype)
+
+    def _gather(self, layer_kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys, values = (gather_kv(half, blocks, self._shape, dtype) for half in layer_kv.unbind())
+        return keys, values
 
 
 def _visible(positions: Tensor, num_keys: int, window: int, first: int) -> Tensor:

@@ -24,7 +24,15 @@ from penstock.engine.kernels.sequence_table import SequenceTable, StepTokens
 from penstock.engine.kernels.state_cache import StateCache, StateLayout, StatePlace
 from penstock.engine.quant.formats import DENSE, Format, NamedTensors
 from penstock.engine.sampling.tables import Filters, SamplingTables
-from penstock.engine.spec import Attention, Experts, GatedDelta, Mamba2, ShortConv, StateMixer
+from penstock.engine.spec import (
+    Attention,
+    Experts,
+    GatedDelta,
+    LatentAttention,
+    Mamba2,
+    ShortConv,
+    StateMixer,
+)
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
@@ -176,9 +184,11 @@ def triton_kernels(
     )
 
 
-def _by_shape(model: ModelConfig, limits: LoadOptions) -> dict[KVShape, dict[int, Attention]]:
+def _by_shape(
+    model: ModelConfig, limits: LoadOptions
+) -> dict[KVShape, dict[int, Attention | LatentAttention]]:
     """The attention of all layers by its number, apart for each shape of caches."""
-    found: dict[KVShape, dict[int, Attention]] = {}
+    found: dict[KVShape, dict[int, Attention | LatentAttention]] = {}
     places = KVLayout.of(model, limits.block_size).places
     for number, attention in model.spec.attentions.items():
         found.setdefault(places[number].shape, {})[number] = attention
@@ -339,7 +349,7 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             attend = kernels.attention(mixed_batch, shape)
             for number, own in {own.reach: (number, own) for number, own in layers.items()}.values():
                 queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
-                sinks = torch.ones(own.num_heads, device=device) if own.sinks else None
+                sinks = torch.ones(own.num_heads, device=device) if own.vectors() else None
                 attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
 
     return (
@@ -445,6 +455,8 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
             f"they have blocks of {native.BLOCK_SIZE} tokens, not {limits.block_size}"
         )
     for attention in model.attentions:
+        if isinstance(attention, LatentAttention):
+            raise native.NativeUnavailable("they have no latent attention")
         if attention.head_dim % 8:
             raise native.NativeUnavailable(
                 f"they need a head_dim that is a multiple of 8, not {attention.head_dim}"

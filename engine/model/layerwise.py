@@ -25,7 +25,7 @@ from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.interpreter import Interpreter, Run
 from penstock.engine.program.parameters import LayerWeights, Weights
 from penstock.engine.quant.storages.names import EMBEDDING, LM_HEAD
-from penstock.engine.spec import Experts, Layer, Mlp, ModelSpec, StateMixer
+from penstock.engine.spec import Attention, Experts, Layer, Mixer, Mlp, ModelSpec
 
 See = Callable[[LinearSpec, Tensor], None]
 """Is called with the inputs [T, in] of a linear map before its weight is read, which it may replace."""
@@ -67,8 +67,9 @@ class LayerTensors(TensorFiles):
     def before(self, spec: LinearSpec) -> str | None:
         """Returns the one norm or linear map that makes a linear map's inputs, if it can be divided; else None."""
         layer, name = self._spec, spec.parts[0].name.removeprefix(self._prefix)
-        attention, own = layer.attention, layer.feed_forward
-        if layer.state is not None and name in _names(layer.state):
+        mixer, own = layer.mixer, layer.feed_forward
+        attention = mixer if isinstance(mixer, Attention) else None
+        if mixer is not None and attention is None and name in _names(mixer):
             return None
         if attention is not None and name == attention.o:
             return self._last(attention.qkv) if not attention.norms_values else None
@@ -95,8 +96,8 @@ class LayerTensors(TensorFiles):
 
     def heads(self, spec: LinearSpec) -> tuple[int, int, int] | None:
         """(key-value heads, query heads that share one, head_dim) if these are the inputs of a linear map."""
-        own = self._spec.attention
-        if own is None or spec.parts[0].name != f"{self._prefix}{own.o}":
+        own = self._spec.mixer
+        if not isinstance(own, Attention) or spec.parts[0].name != f"{self._prefix}{own.o}":
             return None
         return own.num_kv_heads, own.num_heads // own.num_kv_heads, own.head_dim
 
@@ -144,7 +145,7 @@ def _in_order(layer: Layer, specs: dict[str, LinearSpec]) -> dict[str, LinearSpe
     return dict(sorted(specs.items(), key=lambda item: item[0] in late))
 
 
-def _names(mixer: StateMixer) -> set[str]:
+def _names(mixer: Mixer) -> set[str]:
     return {rows.name for map in mixer.maps().values() for rows in map.rows}
 
 

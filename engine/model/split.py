@@ -9,7 +9,17 @@ from typing import TypeVar
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.gguf.container import is_gguf
-from penstock.engine.spec import Attention, Experts, GatedDelta, Layer, Mamba2, Mixer, Mlp, ShortConv
+from penstock.engine.spec import (
+    Attention,
+    Experts,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    Mixer,
+    Mlp,
+    ShortConv,
+)
 
 _Part = TypeVar("_Part", Mlp, Experts)
 
@@ -42,7 +52,7 @@ def split_config(
                 f"{asked}: the model has {attention.num_kv_heads} key-value heads, which do not split"
             )
         for name, norm in attention.norms().items():
-            if norm.size != attention.head_dim:
+            if isinstance(attention, Attention) and norm.size != attention.head_dim:
                 raise CheckpointError(
                     f"{asked}: {norm.name} norms all heads as one row, which ranks do not have ({name})"
                 )
@@ -77,6 +87,8 @@ def _mixer_part(mixer: Mixer | None, num_ranks: int) -> Mixer | None:
             _share(mixer.num_kv_heads, num_ranks, "key-value heads beside their queries")
         num_kv_heads = max(1, mixer.num_kv_heads // num_ranks)
         return replace(mixer, num_heads=mixer.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+    if isinstance(mixer, LatentAttention):
+        return replace(mixer, num_heads=mixer.num_heads // num_ranks)
     if isinstance(mixer, GatedDelta):
         num_keys = _share(mixer.num_key_heads, num_ranks, "key heads of a gated delta net")
         return replace(mixer, num_key_heads=num_keys, num_value_heads=mixer.num_value_heads // num_ranks)

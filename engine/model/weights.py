@@ -39,6 +39,7 @@ from penstock.engine.model.tensors import (
 from penstock.engine.program.parameters import (
     AttentionWeights,
     ExpertsWeights,
+    LatentWeights,
     LayerEmbeddingWeights,
     LayerWeights,
     MlpWeights,
@@ -55,6 +56,7 @@ from penstock.engine.spec import (
     Attention,
     Experts,
     HeadOrder,
+    LatentAttention,
     Layer,
     Mixer,
     Mlp,
@@ -157,9 +159,9 @@ def load_layer(layer: Layer, reader: Reader, number: int, specs: Mapping[str, Li
 
 def _mixer(
     own: Mixer | None, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]
-) -> AttentionWeights | StateWeights | None:
-    if own is None:
-        return None
+) -> AttentionWeights | LatentWeights | StateWeights | None:
+    if own is None or isinstance(own, LatentAttention):
+        return None if own is None else _latent_attention(own, reader, prefix, specs)
     linears: dict[str, Any] = {field: reader.linear(specs[field]) for field in own.maps()}
     if isinstance(own, Attention):
         heads = own.head_order
@@ -171,6 +173,15 @@ def _mixer(
         }
         return AttentionWeights(**linears, **norms, **vectors)
     return StateWeights(spec=own, vectors=_state_vectors(own, reader, prefix), **linears)
+
+
+def _latent_attention(
+    own: LatentAttention, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]
+) -> LatentWeights:
+    linears: dict[str, Any] = {field: reader.linear(specs[field]) for field in own.maps() if field != "up"}
+    norms: dict[str, Any] = {field: reader.norm(norm, prefix) for field, norm in own.norms().items()}
+    up = torch.unflatten(reader.dense(specs["up"]), 0, (own.num_heads, -1))
+    return LatentWeights(up=up, **linears, **norms)
 
 
 def _state_vectors(own: StateMixer, reader: Reader, prefix: str) -> StateVectors:
@@ -275,6 +286,11 @@ class Reader:
     def vector(self, name: str) -> Tensor:
         """A copy of its own in float32, on the device."""
         return self.read(name).flatten().to(self.kernels.device, torch.float32, copy=True)
+
+    def dense(self, spec: LinearSpec) -> Tensor:
+        """The weight [out, in] of a linear map in the type of activations, on the device."""
+        weight = spec.format.unpack(self._joined(spec))
+        return weight.to(self.kernels.device, self.kernels.activation_dtype)
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self.pack(spec, *self._given(spec))

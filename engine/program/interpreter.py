@@ -12,12 +12,13 @@ from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.kv_cache import KVCache, KVShape, is_quantized
+from penstock.engine.kernels.latents import absorb, values_of
 from penstock.engine.kernels.ops import Attend, Kernels
 from penstock.engine.kernels.ranks import embed
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.state_cache import StateCache
 from penstock.engine.program.expert_layer import activate, run_experts
-from penstock.engine.program.ops import Heads, Op, OpKind, Program, Stream
+from penstock.engine.program.ops import Op, OpKind, Positions, Program, Stream
 from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 
 
@@ -107,7 +108,10 @@ class Run:
         return kernel(x, norm, self._program.eps)
 
     def _input(self, op: Op) -> Tensor:
-        return self._read(op.norm, op.is_centered) if op.source == "hidden" else self._rows.pop(op.source)
+        if op.source == "hidden":
+            return self._read(op.norm, op.is_centered)
+        rows = self._rows.pop(op.source)
+        return rows if op.norm is None else self._norm(rows, op.norm, op.is_centered)
 
     def _put(self, op: Op, made: Tensor) -> None:
         made = made if op.scale == 1.0 else made * op.scale
@@ -138,8 +142,7 @@ class Run:
         self._put(op, activate(self._kernels, made, op.gate) if op.target == "inner" else made)
 
     def norm(self, op: Op) -> None:
-        x = self._input(op)
-        self._put(op, x if op.norm is None else self._norm(x, op.norm, op.is_centered))
+        self._put(op, self._input(op))
 
     def attend(self, op: Op) -> None:
         assert op.heads is not None
@@ -159,9 +162,7 @@ class Run:
             norms_values=spec.norms_values,
             spreads=is_quantized(layer_kv.dtype),
         )
-        if place.shape not in self._attention:
-            self._attention[place.shape] = self._kernels.attention(self._batch, place.shape)
-        attended = self._attention[place.shape](
+        attended = self._attend(place.shape)(
             queries,
             layer_kv,
             spec.reach,
@@ -173,7 +174,35 @@ class Run:
         )
         self._rows["attended"] = attended * gates.sigmoid() if spec.has_gate else attended
 
-    def _places(self, heads: Heads, table: int) -> TokenPlaces:
+    def attend_latents(self, op: Op) -> None:
+        assert op.latent_heads is not None
+        spec, own, place = op.latent_heads.spec, op.latent_heads.own, self._kv.layout.places[op.layer]
+        layer_kv, plain = self._kv.layer(op.layer), spec.plain_size
+        queries = self._kernels.rotate_and_write_latents(
+            torch.unflatten(self._rows.pop("qkv"), -1, (spec.num_heads, spec.query_size)),
+            self._rows.pop("latents"),
+            own.latent_norm,
+            self._program.eps,
+            self._places(op.latent_heads, place.table),
+            layer_kv,
+            place.shape,
+        )
+        attended = self._attend(place.shape)(
+            absorb(queries, own.up, plain),
+            layer_kv,
+            0,
+            spec.scale,
+            block_tables=self._tables[place.table],
+            first=op.latent_heads.first,
+        )
+        self._rows["attended"] = values_of(attended, own.up, plain)
+
+    def _attend(self, shape: KVShape) -> Attend:
+        if shape not in self._attention:
+            self._attention[shape] = self._kernels.attention(self._batch, shape)
+        return self._attention[shape]
+
+    def _places(self, heads: Positions, table: int) -> TokenPlaces:
         in_cache = self._kv_places(table)
         return TokenPlaces(self._batch.positions, in_cache, heads.cos, heads.sin, heads.q_scales)
 
@@ -261,6 +290,7 @@ _RUN: Mapping[OpKind, Callable[[Run, Op], None]] = {
     "linear": Run.linear,
     "norm": Run.norm,
     "attend": Run.attend,
+    "attend_latents": Run.attend_latents,
     "gather": Run.gather,
     "finish": Run.finish,
     "combine": Run.combine,

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.linear import Linear
-from penstock.engine.program.ops import Heads, Op, Program
+from penstock.engine.program.ops import Heads, LatentHeads, Op, Program
 from penstock.engine.program.parameters import (
     EagleWeights,
     ExpertsWeights,
+    LatentWeights,
     LayerWeights,
     MlpWeights,
     PredictionWeights,
@@ -21,7 +22,7 @@ from penstock.engine.program.parameters import (
     Weights,
 )
 from penstock.engine.program.rotary import RotaryTables
-from penstock.engine.spec import Layer, Mlp, ModelSpec, Norm, Prediction
+from penstock.engine.spec import Attention, LatentAttention, Layer, Mlp, ModelSpec, Norm, Prediction
 
 
 def decoder_program(spec: ModelSpec, weights: Weights, max_position: int, dtype: torch.dtype) -> Program:
@@ -178,18 +179,36 @@ class _Lowering:
             if mixer.gates is not None:
                 ops.append(self._linear("gates", mixer.gates, target="gates", **read))
             ops.append(self._op("recur", "state", mixer=mixer))
+        elif isinstance(mixer, LatentWeights):
+            out, ops = mixer.o, self._latent_attention(mixer, read)
         else:
-            assert layer.attention is not None
-            cos, sin, q_scales = self.tables.of(layer.attention)
-            heads = Heads(
-                spec=layer.attention, own=mixer, cos=cos, sin=sin, q_scales=q_scales, first=self.first
-            )
+            assert isinstance(layer.mixer, Attention)
+            heads = Heads(spec=layer.mixer, own=mixer, **self._positions(layer.mixer))
             out, ops = mixer.o, [self._linear("qkv", mixer.qkv, target="qkv", **read)]
             ops.append(self._op("attend", "attention", heads=heads))
         if self.gathers:
             ops.append(self._op("gather", "gather"))
         made = self._linear("o", out, "attended")
         return ops, self._added(made, layer.attention_norm, self.own.attention_norm)
+
+    def _latent_attention(self, own: LatentWeights, read: dict[str, Any]) -> list[Op]:
+        spec = self.layer.mixer
+        assert isinstance(spec, LatentAttention)
+        if own.q_a is None:
+            queries = [self._linear("qkv", own.q, target="qkv", **read)]
+        else:
+            first = self._linear("qkv", own.q_a, target="prepared", **read)
+            queries = [first, self._linear("qkv", own.q, "prepared", target="qkv", norm=own.q_norm)]
+        heads = LatentHeads(spec=spec, own=own, **self._positions(spec))
+        return [
+            *queries,
+            self._linear("qkv", own.latent, target="latents", **read),
+            self._op("attend_latents", "attention", latent_heads=heads),
+        ]
+
+    def _positions(self, spec: Attention | LatentAttention) -> dict[str, Any]:
+        cos, sin, q_scales = self.tables.of(spec)
+        return {"cos": cos, "sin": sin, "q_scales": q_scales, "first": self.first}
 
     def _feed_forward(self) -> tuple[list[Op], list[Op]]:
         """The operations before, and from, the last one of the feed-forward part; all that there are of experts."""

@@ -9,14 +9,15 @@ from typing import Literal
 from torch import Tensor
 
 from penstock.engine.kernels.linear import Linear
-from penstock.engine.program.parameters import AttentionWeights, ExpertsWeights, StateWeights
-from penstock.engine.spec import Attention
+from penstock.engine.program.parameters import AttentionWeights, ExpertsWeights, LatentWeights, StateWeights
+from penstock.engine.spec import Attention, LatentAttention
 
 OpKind = Literal[
     "embed",  # token ids -> hidden, times `scale`
     "linear",  # a norm of `source`, or `source` itself -> `target`, or added to it
     "norm",  # the norm of `source`, times `scale`, is added to `target`
     "attend",  # qkv -> attended; keys and values go into the cache
+    "attend_latents",  # qkv, which is queries, and latents -> attended; latents go into the cache
     "gather",  # from here on, only the sampled rows are wanted
     "finish",  # the norm of the sampled rows of hidden -> what the caller gets
     "combine",  # the token's own embeddings for all layers, times `scale`, and the norms of per_layer -> per_layer
@@ -26,23 +27,37 @@ OpKind = Literal[
     "experts",  # what experts make of a norm of `source`, or of `source` -> `target`, or added to it
     "recur",  # qkv, and gates -> attended, by a state of the tokens before
 ]
-Stream = Literal["hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates"]
+Stream = Literal["hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates", "latents"]
 """The rows that operations read and write. Rows other than hidden and per_layer are read once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """The heads of a layer's attention, with the tables of positions."""
+class Positions:
+    """The tables of positions of a layer's attention."""
 
-    spec: Attention
-    own: AttentionWeights
     cos: Tensor
-    """float32 [max position, head_dim / 2]"""
+    """float32 [max position, rotated numbers / 2]"""
     sin: Tensor
     q_scales: Tensor | None = None
     """float32 [max position]: queries are multiplied by them."""
     first: int = 0
     """No token sees positions before this one, except its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads(Positions):
+    """The heads of a layer's attention."""
+
+    spec: Attention
+    own: AttentionWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads(Positions):
+    """The heads of a layer's attention to latents."""
+
+    spec: LatentAttention
+    own: LatentWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +71,7 @@ class Op:
     target: Stream = "hidden"
     linear: Linear | None = None
     norm: Tensor | None = None
-    """[hidden]: rows that are read go through it. Of combine: [width of a part]."""
+    """[hidden], or as wide as other rows: rows that are read go through it. Of combine: [width of a part]."""
     is_centered: bool = False
     """Whether the mean is subtracted before the norm."""
     adds: bool = False
@@ -83,6 +98,7 @@ class Op:
     is_chained: bool = False
     """Of join: whether the features are the hidden states of the pass before."""
     heads: Heads | None = None
+    latent_heads: LatentHeads | None = None
     experts: ExpertsWeights | None = None
     mixer: StateWeights | None = None
     layer: int = 0

@@ -28,6 +28,23 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    """See `LatentAttention`."""
+
+    q: Linear
+    """hidden, or the output of q_a, normed -> queries."""
+    latent: Linear
+    """hidden -> latent, rotated key."""
+    up: Tensor
+    """[heads, plain + value, latent] in the type of activations: of each head, K and V."""
+    o: Linear
+    latent_norm: Tensor
+    """[latent]"""
+    q_a: Linear | None = None
+    q_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateWeights:
     """A mixer with a state: the linear maps around its kernel."""
 
@@ -77,7 +94,7 @@ class ExpertsWeights:
 class LayerWeights:
     """The weights of one layer; norms that its description does not have are None."""
 
-    mixer: AttentionWeights | StateWeights | None
+    mixer: AttentionWeights | LatentWeights | StateWeights | None
     feed_forward: MlpWeights | ExpertsWeights | None
     input_norm: Tensor | None = None
     """[hidden]"""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.spec import Attention, ModelSpec, Rope
+from penstock.engine.spec import Attention, LatentAttention, ModelSpec, Rope
 
 _UNMOVED = Rope(scaling="proportional", share=0.0)
 """All angles are 0."""
@@ -22,7 +22,7 @@ class RotaryTables:
         self._tables: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
         self._q_scales: dict[tuple[float, int, int], Tensor] = {}
         for attention in spec.attentions.values():
-            number, head_dim, by = attention.rope, attention.head_dim, attention.temperature
+            number, head_dim, by = attention.rope, attention.rotary_size, attention.temperature
             if (number, head_dim) not in self._tables:
                 rope = _UNMOVED if number is None else spec.ropes[number]
                 cos, sin = rotary_tables(rope, head_dim, max_position)
@@ -30,9 +30,9 @@ class RotaryTables:
             if by is not None and by not in self._q_scales:
                 self._q_scales[by] = query_scales(by, max_position).to(device)
 
-    def of(self, attention: Attention) -> tuple[Tensor, Tensor, Tensor | None]:
-        """cos and sin, each [positions, head_dim / 2], and the scales of queries [positions]."""
-        cos, sin = self._tables[attention.rope, attention.head_dim]
+    def of(self, attention: Attention | LatentAttention) -> tuple[Tensor, Tensor, Tensor | None]:
+        """cos and sin, each [positions, rotary_size / 2], and the scales of queries [positions]."""
+        cos, sin = self._tables[attention.rope, attention.rotary_size]
         return cos, sin, None if attention.temperature is None else self._q_scales[attention.temperature]
 
 

@@ -18,6 +18,7 @@ from penstock.engine.spec.experts import (
     expert_field,
 )
 from penstock.engine.spec.feed_forward import ACTIVATIONS, Mlp
+from penstock.engine.spec.latent import LatentAttention
 from penstock.engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
 from penstock.engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec, Prediction
 from penstock.engine.spec.state_mixers import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
@@ -32,6 +33,7 @@ __all__ = [
     "GatedDelta",
     "Groups",
     "HeadOrder",
+    "LatentAttention",
     "Layer",
     "LayerEmbedding",
     "LayerEmbeddings",

@@ -96,6 +96,11 @@ class Attention:
         return self.num_heads * self.head_dim
 
     @property
+    def rotary_size(self) -> int:
+        """The numbers of a head that have an angle, if only one of 0."""
+        return self.head_dim
+
+    @property
     def gate_size(self) -> int:
         """The numbers of a row that come before its queries."""
         return self.q_size if self.has_gate else 0
@@ -107,7 +112,7 @@ class Attention:
     @property
     def head_order(self) -> HeadOrder | None:
         """The checkpoint's order of a head's dimensions; None if it is ours."""
-        return None if self._order.is_ours else self._order
+        return self._order.unless_ours
 
     @property
     def _order(self) -> HeadOrder:

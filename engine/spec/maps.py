@@ -42,16 +42,27 @@ class HeadOrder:
     """Whether dimension 2i is rotated with 2i + 1; otherwise dimension i is rotated with i + rotated / 2."""
     has_gates: bool = False
     """Whether as many gates follow each head's rows; loading puts them before the rows of all heads, as they are."""
+    rotates_last: bool = False
+    """Whether the last dimensions are rotated, in pairs that are half of them apart; the first ones pass, and stay."""
 
     @property
     def is_ours(self) -> bool:
-        return self.rotated == self.head_dim and not self.is_interleaved and not self.has_gates
+        is_whole = self.rotated == self.head_dim or self.rotates_last
+        return is_whole and not self.is_interleaved and not self.has_gates
+
+    @property
+    def unless_ours(self) -> HeadOrder | None:
+        """The order; None if it is ours."""
+        return None if self.is_ours else self
 
     @property
     def dimensions(self) -> list[int]:
         """The checkpoint's dimension for each of ours."""
         first = range(0, self.rotated, 2) if self.is_interleaved else range(self.rotated // 2)
         second = range(1, self.rotated, 2) if self.is_interleaved else range(self.rotated // 2, self.rotated)
+        if self.rotates_last:
+            passing = self.head_dim - self.rotated
+            return [*range(passing), *(passing + dimension for dimension in (*first, *second))]
         middle = (self.rotated + self.head_dim) // 2
         return [*first, *range(self.rotated, middle), *second, *range(middle, self.head_dim)]
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from penstock.engine.spec.attention import Attention, Rope
 from penstock.engine.spec.experts import Experts
 from penstock.engine.spec.feed_forward import Mlp
+from penstock.engine.spec.latent import LatentAttention
 from penstock.engine.spec.maps import LinearMap, Norm, Rows, Vector
 from penstock.engine.spec.state_mixers import StateMixer
 
-Mixer = Attention | StateMixer
+Mixer = Attention | LatentAttention | StateMixer
 """The part of a layer in which tokens see earlier ones."""
 
 
@@ -87,14 +88,14 @@ class Layer:
     """The name of a tensor with one number, by which the stream is multiplied in the end; "" is none."""
 
     @property
-    def attention(self) -> Attention | None:
-        """The mixer if it has keys and values; None if there is none, or one with a state."""
-        return self.mixer if isinstance(self.mixer, Attention) else None
+    def attention(self) -> Attention | LatentAttention | None:
+        """The mixer if it has keys and values, or latents; None if there is none, or one with a state."""
+        return self.mixer if isinstance(self.mixer, Attention | LatentAttention) else None
 
     @property
     def state(self) -> StateMixer | None:
         """The mixer if it has a state; None if there is none, or attention."""
-        return None if isinstance(self.mixer, Attention) else self.mixer
+        return None if isinstance(self.mixer, Attention | LatentAttention) else self.mixer
 
     @property
     def parts(self) -> list[Mixer | Mlp | Experts]:
@@ -179,7 +180,7 @@ class ModelSpec:
     prediction: Prediction | None = None
 
     @property
-    def attentions(self) -> dict[int, Attention]:
+    def attentions(self) -> dict[int, Attention | LatentAttention]:
         """The layers with attention by their numbers."""
         found = ((number, layer.attention) for number, layer in enumerate(self.layers))
         return {number: attention for number, attention in found if attention is not None}

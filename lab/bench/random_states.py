@@ -15,7 +15,7 @@ from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.recurrent import StateVectors
 from penstock.engine.program.parameters import AttentionWeights, LayerWeights, MlpWeights, StateWeights
 from penstock.engine.quant.formats import DENSE
-from penstock.engine.spec import Attention, GatedDelta, Layer, LinearMap, StateMixer
+from penstock.engine.spec import Attention, GatedDelta, LatentAttention, Layer, LinearMap, StateMixer
 
 QWEN_08B: dict[str, object] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -40,6 +40,7 @@ def dense(config: ModelConfig) -> ModelConfig:
     """The model with gated attention of as many numbers in the place of each gated delta net."""
     layers = list[Layer]()
     attention = next(iter(config.spec.attentions.values()))
+    assert isinstance(attention, Attention)
     for layer in config.layers:
         if isinstance(state := layer.state, GatedDelta):
             heads = state.value_size // attention.head_dim
@@ -73,6 +74,7 @@ def random_layer(
             qkv=own["qkv"], o=own["o"], q_norm=head_norm, k_norm=head_norm
         )
     else:
+        assert not isinstance(mixer, LatentAttention)
         mixed = StateWeights(spec=mixer, vectors=random_vectors(mixer, norm.device), **own)
     return LayerWeights(mixer=mixed, feed_forward=feed_forward, input_norm=norm, post_norm=norm)
 

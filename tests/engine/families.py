@@ -14,6 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM)
+"""transformers itself has no such entry."""
+
 COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -35,6 +38,19 @@ YARN = {
     "original_max_position_embeddings": 64,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
+}
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
 }
 
 GEMMA4_ROPES = {
@@ -299,6 +315,52 @@ SPARSE: dict[str, Tiny] = {
     "Granite MoE shared": Tiny(
         "GraniteMoeSharedConfig",
         {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
+    ),
+    "DeepSeek V2": Tiny(
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "DeepSeek V2, groups": Tiny(
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+    ),
+    "DeepSeek V3": Tiny(
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_mtp_layers": 0,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "GLM-4.7 Flash": Tiny(
+        "Glm4MoeLiteConfig", {**LATENT, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-6}
+    ),
+    "Mistral 4": Tiny(
+        "Mistral4Config",
+        {
+            **LATENT,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "MiniMax M2": Tiny(
         "MiniMaxM2Config",

@@ -12,6 +12,7 @@ from penstock.engine.fields import Fields
 from penstock.engine.model.families import (
     bamba,
     cohere,
+    deepseek,
     ernie,
     exaone,
     gemma,
@@ -97,6 +98,12 @@ FAMILIES = {
     "Llama4ForCausalLM": Family("Llama 4, text", llama4.llama4, llama4.LLAMA4),
     "Llama4ForConditionalGeneration": Family("Llama 4 Scout, Maverick, text", llama4.llama4, llama4.LLAMA4),
     "Glm4MoeForCausalLM": Family("GLM-4.5, 4.5 Air, 4.6, 4.7", glm.glm4_moe, {"rms_norm_eps": 1e-5}),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2, V2 Lite", deepseek.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3, V3.1, R1", deepseek.deepseek_v3),
+    "KimiK2ForCausalLM": Family("Kimi K2", deepseek.deepseek_v3),
+    "KimiK25ForConditionalGeneration": Family("Kimi K2.5, K2.6, text", deepseek.deepseek_v3),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7 Flash", deepseek.glm4_moe_lite, {"rms_norm_eps": 1e-5}),
+    "Mistral4ForCausalLM": Family("Mistral Small 4", deepseek.mistral4),
     "MiniMaxM2ForCausalLM": Family("MiniMax M2", minimax.minimax_m2),
     "Ernie4_5_MoeForCausalLM": Family(
         "ERNIE 4.5 21B-A3B, 300B-A47B", ernie.ernie4_5_moe, {**_TIED, "rms_norm_eps": 1e-5}
@@ -123,24 +130,18 @@ FAMILIES = {
 }
 """By the name in a config.json's `architectures`."""
 
-_EXPERTS, _LATENT, _SPARSE = "mixtures of experts", "latent attention", "latent and sparse attention"
+_EXPERTS, _SPARSE = "mixtures of experts", "latent and sparse attention"
 _BIASES = "norms with biases"
 
 NOT_YET = {
     "Gemma3nForConditionalGeneration": "its kind of layers",
     "Gemma4AssistantForCausalLM": "it drafts for another model",
-    "Glm4MoeLiteForCausalLM": _LATENT,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": _SPARSE,
-    "KimiK2ForCausalLM": _LATENT,
-    "KimiK25ForConditionalGeneration": _LATENT,
     "KimiK3ForConditionalGeneration": "latent attention and its kind of states",
     "MiniMaxM3ForCausalLM": "sparse attention",
     "MiniMaxM3SparseForConditionalGeneration": "sparse attention",
-    "Mistral4ForCausalLM": _LATENT,
     "MiMoV2FlashForCausalLM": "values of another width than keys",
     "Olmo3MoeForCausalLM": _EXPERTS,
     "PhiForCausalLM": _BIASES,

@@ -328,9 +328,9 @@ def _yarn(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     plain = _stretched(plain, rope, original, max(1.0, sizes.max_position / original))
     factor = plain.factor
     mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    usual = _magnitude(factor, 1.0)
+    usual = yarn_magnitude(factor, 1.0)
     if mscale and mscale_all:
-        usual = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+        usual = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
     return replace(
         plain,
         scaling="yarn",
@@ -341,7 +341,8 @@ def _yarn(plain: Rope, rope: Fields, fields: Fields, sizes: Sizes) -> Rope:
     )
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Yarn's factor of cosines and sines, by which a rotation makes rows longer."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

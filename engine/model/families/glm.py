@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.engine.fields import Fields
 from penstock.engine.model.families.common import FUSED_GATE_UP, Sizes, names_behind, read_rope
-from penstock.engine.model.families.routers import MAX_EXPERTS, read_router
+from penstock.engine.model.families.routers import MAX_EXPERTS, sigmoid_router
 from penstock.engine.spec import ModelSpec
 
 
@@ -30,19 +30,10 @@ def glm4_moe(fields: Fields) -> ModelSpec:
     """Describes GLM-4.5: the first layers are dense, and the layer after the last one drafts."""
     sizes = Sizes.of(fields)
     rope = read_rope(fields, sizes, share=0.5)
-    router = read_router(
-        fields,
-        has_groups=True,
-        scoring="sigmoid",
-        choice_bias="mlp.gate.e_score_correction_bias",
-        renormalizes=fields.flag("norm_topk_prob", True),
-        epsilon=1e-20,
-        scale=fields.positive("routed_scaling_factor", 1.0),
-    )
     inner = fields.size("moe_intermediate_size")
     num_shared = fields.size("n_shared_experts", 1, most=MAX_EXPERTS)
     experts = sizes.experts(
-        router,
+        sigmoid_router(fields),
         inner_size=inner,
         shared=sizes.shared("mlp.shared_experts", num_shared * inner),
     )

@@ -37,8 +37,9 @@ def read_router(fields: Fields, *, has_groups: bool = False, **changes: object) 
             f"{choices} is {router.top_k}, and there are {router.num_experts} experts ({count})"
         )
     fields.one_of("scoring_func", router.scoring, default=router.scoring)
-    method = "noaux_tc" if router.choice_bias else "greedy"
-    fields.one_of("topk_method", method, default=method)
+    of_groups = ["group_limited_greedy"] if has_groups else []
+    methods = ["noaux_tc"] if router.choice_bias else ["greedy", *of_groups]
+    fields.one_of("topk_method", *methods, default=methods[0])
     if "scale" not in changes:
         fields.says_nothing("routed_scaling_factor", 0, 1)
     if has_groups:
@@ -48,8 +49,22 @@ def read_router(fields: Fields, *, has_groups: bool = False, **changes: object) 
     return router
 
 
+def sigmoid_router(fields: Fields) -> Router:
+    """DeepSeek V3's: scores of their own for the choice, the two best experts of a group make its score."""
+    return read_router(
+        fields,
+        has_groups=True,
+        group_best=2,
+        scoring="sigmoid",
+        choice_bias="mlp.gate.e_score_correction_bias",
+        renormalizes=fields.flag("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=fields.positive("routed_scaling_factor", 1.0),
+    )
+
+
 def _in_groups(fields: Fields, router: Router) -> Router:
-    """The router, with the groups of experts that it chooses from; the two best experts of each make its score.
+    """The router, with the groups of experts that it chooses from.
 
     Raises:
         CheckpointError: experts do not lie in so many groups, or the chosen ones have fewer than a token needs.
@@ -61,7 +76,7 @@ def _in_groups(fields: Fields, router: Router) -> Router:
             f"n_group is {num_groups} and topk_group {top_groups}: {router.num_experts} experts do not lie in such "
             f"groups, or a token cannot have {router.top_k} of them"
         )
-    return replace(router, num_groups=num_groups, top_groups=top_groups, group_best=2)
+    return replace(router, num_groups=num_groups, top_groups=top_groups)
 
 
 def numbered_experts(prefix: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from penstock.engine.model.gguf.names import Names
 from penstock.engine.model.gguf.stored_experts import expert_entries, stacked_maps, stored_feed_forward
 from penstock.engine.model.gguf.stored_states import state_entries, stored_state
 from penstock.engine.model.parse import parse_config
-from penstock.engine.spec import Attention, Layer, Mixer, ModelSpec, Prediction
+from penstock.engine.spec import Attention, LatentAttention, Layer, Mixer, ModelSpec, Prediction
 
 _UNSUPPORTED = (
     "attention.scale",
@@ -325,6 +325,8 @@ def _stored_prediction(spec: ModelSpec, header: Header, kind: GgufKind) -> Predi
 def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: GgufKind) -> Mixer | None:
     if mixer is None:
         return None
+    if isinstance(mixer, LatentAttention):
+        return mixer
     if not isinstance(mixer, Attention):
         return stored_state(mixer, layer, header, header.fields.text("general.architecture"))
     norms = {name: replace(norm, offset=0.0) for name, norm in mixer.norms().items()}

@@ -22,6 +22,7 @@ from penstock.engine.program.lowering import decoder_program
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.parameters import AttentionWeights, LayerWeights, MlpWeights, Weights
 from penstock.engine.quant.formats import DENSE
+from penstock.engine.spec import Attention
 from tests.engine.configs import llama_config
 
 MAX_POSITION = 512
@@ -72,6 +73,7 @@ class Checkpoint:
         hidden, inner = config.hidden_size, config.intermediate_size
         attention, mlp = config.attentions[0], config.layers[0].feed_forward
         assert mlp is not None
+        assert isinstance(attention, Attention)
         self.layers = [
             {
                 "qkv": self._linear(config.q_size + 2 * config.kv_size, hidden, attention.qkv_bias),

@@ -79,8 +79,8 @@ def test_a_gguf_file_has_all_tensors_of_layers_with_a_state(
     config, files = read_config(path), open_files(path)
     check_tensors(config, files, make_recipe(config, LoadOptions(), files))
     assert [type(layer.mixer) for layer in config.layers] == [*[GatedDelta] * 3, Attention]
-    delta, attention = config.layers[0].mixer, config.layers[3].attention
+    delta, attention = config.layers[0].mixer, config.layers[3].mixer
     assert isinstance(delta, GatedDelta)
     assert delta.state_shape == (4, 32, 32)
-    assert attention is not None
+    assert isinstance(attention, Attention)
     assert (attention.num_heads, attention.rotated, attention.has_gate) == (2, 8, True)

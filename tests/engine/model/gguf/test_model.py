@@ -37,7 +37,7 @@ from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.parameters import AttentionWeights, MlpWeights
 from penstock.engine.quant.integers import Factors, Integers
-from penstock.engine.spec import Attention, HeadOrder, Rows
+from penstock.engine.spec import Attention, HeadOrder, LatentAttention, Rows
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.configs import spread, with_attention, with_spec
 from tests.engine.families import TINY
@@ -395,7 +395,7 @@ def test_the_text_part_of_a_model_that_sees_images(family: str, kind: str, tmp_p
 
 
 def test_what_the_metadata_leave_out_is_as_llama_cpp_has_it(tmp_path: Path) -> None:
-    def attentions(family: str, **metadata: Any) -> tuple[Attention, ...]:
+    def attentions(family: str, **metadata: Any) -> tuple[Attention | LatentAttention, ...]:
         folder = TINY[family].make(tmp_path / family)
         return read_config(write_family(folder, tmp_path / "model.gguf", **metadata)).attentions
 
