@@ -17,7 +17,6 @@ OpKind = Literal[
     "linear",  # a norm of `source`, or `source` itself -> `target`, or added to it
     "norm",  # the norm of `source`, times `scale`, is added to `target`
     "attend",  # qkv -> attended; keys and values go into the cache
-    "attend_latents",  # qkv, which is queries, and latents -> attended; latents go into the cache
     "gather",  # from here on, only the sampled rows are wanted
     "finish",  # the norm of the sampled rows of hidden -> what the caller gets
     "combine",  # the token's own embeddings for all layers, times `scale`, and the norms of per_layer -> per_layer
@@ -26,6 +25,7 @@ OpKind = Literal[
     "join",  # the norms of hidden and of the features of the token before -> prepared; these features -> hidden
     "experts",  # what experts make of a norm of `source`, or of `source` -> `target`, or added to it
     "recur",  # qkv, and gates -> attended, by a state of the tokens before
+    "attend_latents",  # qkv, which is queries, and latents -> attended; latents go into the cache
 ]
 Stream = Literal["hidden", "qkv", "attended", "inner", "added", "prepared", "per_layer", "gates", "latents"]
 """The rows that operations read and write. Rows other than hidden and per_layer are read once."""
