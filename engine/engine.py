@@ -184,6 +184,11 @@ class Engine:
             states=scheduler.memory.state_use,
         )
 
+    def unfilled_kv(self) -> float:
+        """See `SequenceMemory.unfilled`; for any thread, and of one moment, give or take a step."""
+        scheduler = self._scheduler
+        return scheduler.memory.unfilled(list(scheduler.sequences.running)) if scheduler else 0.0
+
     def block_map(self) -> BlockMap | None:
         """The KV blocks as a picture, for any thread; None before the engine is READY."""
         scheduler = self._scheduler

@@ -108,6 +108,9 @@ class Metrics:
         self.blocks = gauge("kv_blocks", "KV blocks in the pool.")
         self.free_blocks = gauge("kv_free_blocks", "KV blocks that are free or can be evicted.")
         self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
+        self.kv_unfilled = gauge(
+            "kv_unfilled_ratio", "Share of the room in the KV blocks in use that no token fills."
+        )
         self.state_slots = gauge("state_slots", "Slots for the states of sequences and snapshots; 0 without.")
         self.held_states = gauge("state_held_slots", "State slots held by sequences.")
         self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts can reuse.")

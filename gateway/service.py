@@ -341,6 +341,7 @@ class Service:
         self.metrics.up.set(self.readiness in ("ready", "draining"))
         stats = self._engine.stats()
         self.metrics.pool_violations.set(stats.num_pool_violations)
+        self.metrics.kv_unfilled.set(self._engine.unfilled_kv())
         self.metrics.note_states(stats.states)
         for name, value in self._queue.step_model().items():
             self.metrics.step_model(name).set(value)

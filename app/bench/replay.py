@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Mapping, Sequence
 from math import log
 from random import Random
 from statistics import median
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-
 from penstock.app.bench.checkpoint import NUM_BYTES
 from penstock.app.bench.client import Job, ask
 from penstock.app.bench.job import ModuleRunner
 from penstock.app.bench.other_server import AnyServer
-from penstock.app.bench.server_process import ServerProcess
+from penstock.app.bench.server_process import ServerProcess, samples
 from penstock.app.bench.workloads import completion
 from penstock.app.reader import TimedAnswer
 from penstock.app.settings import Settings
@@ -114,9 +110,9 @@ def served_of(arrival: Arrival, answer: TimedAnswer, at_s: float) -> Served:
 
 def machine_of(url: str) -> Machine:
     """The machine that a server of this process's environment has found itself to be, for the simulator."""
-    samples = _samples(url)
-    learnt = {s.labels["coefficient"]: s.value for s in samples if s.name == "penstock_step_model_seconds"}
-    blocks = next(s.value for s in samples if s.name == "penstock_kv_blocks")
+    found = samples(url)
+    learnt = {s.labels["coefficient"]: s.value for s in found if s.name == "penstock_step_model_seconds"}
+    blocks = next(s.value for s in found if s.name == "penstock_kv_blocks")
     settings = Settings.load({})
     options = LoadOptions(max_batch_tokens=settings.max_batch_tokens or 0)
     return Machine(
@@ -129,15 +125,15 @@ def machine_of(url: str) -> Machine:
 
 def print_promises(url: str) -> None:
     """What the server itself counted of its promises, since its start."""
-    samples = _samples(url)
+    found = samples(url)
     counts = {
         (s.labels["lane"], s.labels["outcome"]): int(s.value)
-        for s in samples
+        for s in found
         if s.name == "penstock_promises_total"
     }
     interval = {
         (s.labels["lane"], s.labels["bound"]): percent(s.value)
-        for s in samples
+        for s in found
         if s.name == "penstock_promise_coverage_ratio"
     }
     for lane in sorted({lane for lane, _ in counts}):
@@ -147,12 +143,6 @@ def print_promises(url: str) -> None:
             print(
                 f"{lane}, as the server counted: {kept} of {num} promises kept, {percent(kept / num)} ({bounds})"
             )
-
-
-def _samples(url: str) -> list[Sample]:
-    with urllib.request.urlopen(f"{url}/metrics") as reply:
-        text = reply.read().decode()
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def prompts(arrivals: Sequence[Arrival], token_ids: Sequence[int], seed: int = 0) -> list[list[int]]:

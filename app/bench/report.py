@@ -101,6 +101,8 @@ def print_workloads(results: Row) -> None:
     for row in results["http"]:
         if "alone" in row:
             print(_beside(row))
+        if not math.isnan(row["kv_unfilled"]):
+            print(f"{_name(row)}: of the KV in use, {row['kv_unfilled']:.1%} had no token, on average")
     print_failures((_name(row), row) for row in results["http"])
 
 

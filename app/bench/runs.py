@@ -21,6 +21,7 @@ from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.client import Job
 from penstock.app.bench.drafts import LANE, TURNS, compare, print_compared
 from penstock.app.bench.job import run_module
+from penstock.app.bench.kv_watch import KVWatch
 from penstock.app.bench.ladder import Ladder, print_ladder
 from penstock.app.bench.other_server import AnyServer, OtherServer
 from penstock.app.bench.promise import SECONDS, PromiseBench
@@ -324,7 +325,8 @@ def _http(server: AnyServer, subject: Subject, dtype: str, workload: Workload) -
     pid = 0 if isinstance(server, OtherServer) else server.process.pid  # the system knows no 0
     alone = {} if workload.interactive is None else {"alone": _alone(server, subject, workload)}
     loop_before = _loop_cpu_s(pid)
-    answers, client_cpu_s = send(server, workload, subject)
+    with KVWatch(None if isinstance(server, OtherServer) else server.url) as kv:
+        answers, client_cpu_s = send(server, workload, subject)
     loop_cpu_s = _loop_cpu_s(pid) - loop_before
     row = _figures(answers, workload)
     say(f"{subject.name}, {dtype}: {number(row['tokens_per_s'])} tokens/s")
@@ -340,6 +342,7 @@ def _http(server: AnyServer, subject: Subject, dtype: str, workload: Workload) -
         "gflop_per_s": flop / everything.duration_s / 1e9,
         "loop_cpu_us_per_token": loop_cpu_s * 1e6 / max(1, everything.output_tokens),
         "client_cpu_s": client_cpu_s,
+        "kv_unfilled": kv.unfilled,
     }
 
 

@@ -7,12 +7,23 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
 SERVE = (sys.executable, "-m", "penstock", "serve")
+
+
+def samples(url: str) -> list[Sample]:
+    """All samples of a server's `/metrics`."""
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        text = reply.read().decode()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 class ServerFailed(RuntimeError):

@@ -119,6 +119,16 @@ class SequenceMemory:
         """Tokens that there is room for in the free blocks."""
         return self.windows.room(self.pool.num_free, self.max_chunk)
 
+    def unfilled(self, sequences: Iterable[Sequence]) -> float:
+        """The share of the room in the blocks in use that no token of these sequences, all that run, will fill.
+
+        That is the end of the last block of each: all other blocks are full, or will be by tokens that are known.
+        """
+        size, num_used = self.block_size, self.pool.num_blocks - 1 - self.pool.num_free
+        tables = ((len(s.block_table) // self.num_tables * size, len(s.token_ids)) for s in sequences)
+        num_unfilled = sum(max(0, room - num_tokens) for room, num_tokens in tables) * self.num_tables
+        return num_unfilled / (num_used * size) if num_used else 0.0
+
     @property
     def num_returning(self) -> int:
         """Blocks that will be free once the steps in flight have come back."""

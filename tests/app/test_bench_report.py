@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,15 @@ def answers(draw: st.DrawFn) -> TimedAnswer:
 def http_row(**values: object) -> dict[str, Any]:
     figures = dict.fromkeys(StreamFigures.__dataclass_fields__, 1.0)
     own = {"model": "m", "dtype": "auto", "streams": 1, "workload": "", "failed": 0, "first_error": None}
-    return {**figures, "gflop_per_s": 5.0, "loop_cpu_us_per_token": 2.0, "client_cpu_s": 0.1, **own, **values}
+    return {
+        **figures,
+        "gflop_per_s": 5.0,
+        "loop_cpu_us_per_token": 2.0,
+        "client_cpu_s": 0.1,
+        "kv_unfilled": math.nan,
+        **own,
+        **values,
+    }
 
 
 def report_of(capsys: pytest.CaptureFixture[str], **parts: object) -> list[str]:

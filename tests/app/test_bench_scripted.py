@@ -42,7 +42,7 @@ penstock_promises_total{lane="standard",outcome="broken"} 0
 penstock_promise_coverage_ratio{lane="interactive",bound="low"} 0.946
 penstock_promise_coverage_ratio{lane="interactive",bound="high"} 0.998
 """
-METRICS = "".join(
+METRICS = "penstock_kv_usage_ratio 0.5\npenstock_kv_unfilled_ratio 0.02\n" + "".join(
     f'penstock_step_model_seconds{{coefficient="{name}"}} {value}\n'
     for name, value in zip(NAMES, (0.01, 1e-4, 1e-3, 1e-7, 0.0), strict=True)
 )

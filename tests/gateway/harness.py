@@ -97,6 +97,9 @@ class FakeEngine:
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
         return 0, 0
 
+    def unfilled_kv(self) -> float:
+        return 0.25
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_blocks=32,

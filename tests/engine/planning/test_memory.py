@@ -32,6 +32,15 @@ def test_only_confirmed_full_blocks_are_found() -> None:
     assert tables.find_prefix(Sequence(make_request("x", list(range(10))))).entries == owner.block_table[:2]
 
 
+def test_room_without_tokens_is_at_the_ends_of_sequences() -> None:
+    tables = SequenceMemory(20, 4)
+    assert tables.unfilled([]) == 0.0
+    first, second = started(tables, list(range(10))), started(tables, [50] * 8)
+    assert tables.unfilled([first, second]) == (12 - 10) / (12 + 8)
+    other = computed(tables, list(range(100, 109)))
+    assert tables.unfilled([first, second, other]) == (2 + 3) / (12 + 8 + 12)
+
+
 def test_a_block_is_awaited_from_start_to_commit() -> None:
     tables = SequenceMemory(20, 4)
     owner = started(tables, list(range(9)))
