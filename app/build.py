@@ -52,7 +52,7 @@ from penstock.priority.queue import LaneQueue
 from penstock.priority.steptime import StepTimeModel
 
 if TYPE_CHECKING:
-    from penstock.engine.kernels.ranks import Ranks
+    from penstock.engine.kernels.ranks import World
     from penstock.gateway.tracing import Traces
 
 PAGE = Path(__file__).parent.parent / "static"
@@ -265,6 +265,7 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
         *types,
         settings.device,
         settings.tensor_parallel,
+        settings.pipeline_parallel,
         settings.expert_parallel,
         version("penstock"),
         *(() if watermark is None else (watermark.gamma, watermark.delta)),
@@ -298,9 +299,9 @@ def _find_draft(settings: EngineSettings, config: ModelConfig, tokenizer: Tokeni
     Raises:
         OperatorError: there is no such checkpoint, or its model cannot draft for the one that is served.
     """
-    if settings.tensor_parallel > 1:
+    if option := _several(settings):
         if settings.draft not in (None, "none"):
-            raise OperatorError(f"--draft {settings.draft}: with --tensor-parallel there are no drafts")
+            raise OperatorError(f"--draft {settings.draft}: with {option} there are no drafts")
         return None
     folder = (
         None
@@ -319,6 +320,13 @@ def _find_draft(settings: EngineSettings, config: ModelConfig, tokenizer: Tokeni
         raise OperatorError(f"--draft {settings.draft or folder}: {error}") from None
 
 
+def _several(settings: EngineSettings) -> str:
+    """The option that has several processes run the model; empty without one."""
+    if settings.tensor_parallel > 1:
+        return "--tensor-parallel"
+    return "--pipeline-parallel" if settings.pipeline_parallel > 1 else ""
+
+
 def load_options(settings: EngineSettings) -> LoadOptions:
     return LoadOptions(
         device=settings.device,
@@ -335,9 +343,10 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
-        max_drafts=0 if settings.no_speculation or settings.tensor_parallel > 1 else MAX_DRAFTS,
+        max_drafts=0 if settings.no_speculation or _several(settings) else MAX_DRAFTS,
         own_drafts=settings.draft != "none",
         num_ranks=settings.tensor_parallel,
+        num_stages=settings.pipeline_parallel,
         expert_parallel=settings.expert_parallel,
     )
 
@@ -388,12 +397,12 @@ def _make_runner(
     from penstock.engine.execution.loader import load_model
     from penstock.engine.execution.runner import ModelRunner
 
-    def load(ranks: Ranks | None = None) -> LoadedModel:
+    def load(world: World | None = None) -> LoadedModel:
         log.info("loading %s", folder)
         title = "loading the weights" if options.quantize is None else "quantizing the weights"
         with show(title) as update:
             model = load_model(
-                folder, options, log.info, lambda done, total: update(done / max(1, total)), draft, ranks
+                folder, options, log.info, lambda done, total: update(done / max(1, total)), draft, world
             )
         for line in card_table(model.memory) if model.memory.card else ():
             log.info("%s", line)
@@ -404,7 +413,7 @@ def _make_runner(
         with show("capturing CUDA graphs") as update:
             yield lambda done, total: update(done / max(1, total))
 
-    if options.num_ranks == 1:
+    if options.num_processes == 1:
         return ModelRunner(load, progress=graphs)
     from penstock.engine.parallel.leader import ParallelRunner, start_ranks
 
@@ -412,5 +421,5 @@ def _make_runner(
         folder,
         options,
         start=lambda: start_ranks(options, log.info),
-        make_runner=lambda ranks: ModelRunner(partial(load, ranks), progress=graphs),
+        make_runner=lambda world: ModelRunner(partial(load, world), progress=graphs),
     )

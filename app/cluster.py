@@ -65,7 +65,8 @@ def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus",
         metavar="N",
-        help="GPUs that Ray reserves per replica. Default: --tensor-parallel if Ray has GPUs, unless --device is cpu.",
+        help="GPUs that Ray reserves per replica. Default: --tensor-parallel times --pipeline-parallel if Ray has GPUs,"
+        " unless --device is cpu.",
     )
     add(
         "--listen",
@@ -162,7 +163,7 @@ def _given(flags: Mapping[str, str], settings: Settings) -> dict[str, str]:
 def _plan(planned: dict[str, str], given: dict[str, str], settings: Settings, deployments: Any) -> Plan:
     values: dict[str, Any] = {"cpus": settings.threads or 1}
     if settings.device != "cpu" and deployments.ray.cluster_resources().get("GPU"):
-        values["gpus"] = settings.tensor_parallel
+        values["gpus"] = settings.tensor_parallel * settings.pipeline_parallel
     values |= planned
     return _parse(
         {**values, "settings": given, "host": settings.host, "port": settings.port, "by_command": True},

@@ -15,6 +15,7 @@ from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from penstock.engine.model.split import check_split
+from penstock.engine.model.stages import check_stages
 from penstock.engine.planning.embedding import Embedding, read_embedding
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.gateway.wire.prompts import Prompts
@@ -46,6 +47,7 @@ def read_model(settings: EngineSettings) -> Model:
         with said_if_slow("reading the tokenizer of %s", folder):
             tokenizer = read_tokenizer(folder)
         check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
+        check_stages(folder, config, settings.pipeline_parallel, settings.tensor_parallel)
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None

@@ -207,8 +207,12 @@ class EngineSettings(CommonSettings):
     """Number of processes that run the model together, each with a part of every layer: on as many GPUs, or on one CPU.
     They do not use drafts."""
 
+    pipeline_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Number of stages that the model's layers are cut into, each with some of them and as many processes as
+    --tensor-parallel says. They do not use drafts."""
+
     expert_parallel: Literal["auto", "on", "off"] = "auto"
-    """How these processes divide a model's experts: on gives each some whole experts, off some rows of every expert;
+    """How the processes of --tensor-parallel divide a model's experts: on gives each some whole experts, off some rows of every expert;
     auto chooses by the experts' size."""
 
     threads: int | None = Field(default=None, ge=1)

@@ -23,7 +23,7 @@ class ModelConfig:
     quantization: Fields | None = None
     """The model's quantization_config, which says how its linear maps are quantized; None if they are not."""
     num_ranks: int = 1
-    """The ranks that run the model together; with more than one, the spec describes one rank's part."""
+    """The ranks that have a part of each layer; with more than one, the spec describes one rank's part."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -78,7 +78,9 @@ class ModelConfig:
 
     @property
     def context_window(self) -> int:
-        """The longest sliding window, if all layers have one; else 0."""
+        """The longest sliding window, if all layers of the model have one; else 0."""
+        if self.spec.stage is not None:
+            return self.spec.stage.context_window
         if self.spec.states:
             return 0
         windows = [attention.window for attention in self.attentions]
@@ -156,7 +158,9 @@ class LoadOptions:
     own_drafts: bool = True
     """Whether a model's own layer of multi-token prediction drafts for it where no draft is given."""
     num_ranks: int = 1
-    """The processes that run the model together, each with a part of every layer."""
+    """The processes that have a part of each layer."""
+    num_stages: int = 1
+    """The stages that the layers are cut into, each with so many processes."""
     expert_parallel: str = "auto"
     """The way ranks share experts: "on", each has some of them; "off", each has some rows of every expert; "auto", the
     better one for their size, see `split.splits_whole`."""
@@ -164,6 +168,11 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads must be between 1 and {MAX_THREADS}, not {self.num_threads}")
+
+    @property
+    def num_processes(self) -> int:
+        """The processes that run the model together."""
+        return self.num_stages * self.num_ranks
 
     @property
     def max_query_len(self) -> int:

@@ -4,8 +4,9 @@ One thread owns everything that computes: it loads the model, plans, launches an
 threads put requests into the queue, call `wake`, and call `cancel`; a step's results leave in one StepReport.
 
 On a device that runs concurrently with the host, a step is planned and launched before the one before it is waited for,
-unless that one has drafts, or this one is to have drafts, that the host has to know. Without such a device, the loop is
-the same, and each step has ended before the next is planned.
+unless that one has drafts, or this one is to have drafts, that the host has to know. Where the model is cut into stages,
+as many steps are in flight. Without such a device, the loop is the same, and each step has ended before the next is
+planned.
 """
 
 from __future__ import annotations
@@ -290,8 +291,11 @@ class Engine:
             self._land_but(scheduler, 0, plan)  # or else their tokens would wait for this step, too
             if scheduler.size.withdraw_ended(plan):
                 self._report(scheduler, StepPlan(), started)  # or else its memory would not be shown as free
-        is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
-        self._land_but(scheduler, self._facts.num_ahead if is_launched and plan.is_beside else 0)
+        num_left = len(self._flights) - 1  # if nothing can be planned before the oldest step is back
+        if plan.chunks:
+            is_launched = self._launch(scheduler, plan, started)
+            num_left = self._facts.num_ahead if is_launched and plan.is_beside else 0
+        self._land_but(scheduler, max(0, num_left))
         if self._undelivered:
             self._report(scheduler, StepPlan(), started)
         self.last_progress_s = self._clock()

@@ -19,27 +19,42 @@ class StepBuffers:
         sample_rows: [num_rows] int32: of a step that verifies drafts, see Verification.
         numbers: [num_rows] int32, see StepInputs.
         logits: [num_rows, num_logits]
+        hidden: [max_tokens, hidden_size]: what a stage gets of the one before, and what it makes for the next.
         token_ids: [num_rows] int32: the chosen tokens.
     """
 
     def __init__(
-        self, num_rows: int, max_tokens: int, num_logits: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_rows: int,
+        max_tokens: int,
+        num_logits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        hidden_size: int = 0,
     ) -> None:
         """
         Args:
             num_rows: of logits in a step, which has no more sequences than that.
-            num_logits: of a row, as the output head makes them.
+            num_logits: of a row, as the output head makes them; 0 without one.
+            hidden_size: of a stage; 0 for a whole model.
         """
         self.sample_seats = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
         self.sample_rows = torch.zeros_like(self.sample_seats)
         self.numbers = torch.zeros_like(self.sample_seats)
         self.logits = torch.zeros(num_rows, num_logits, dtype=dtype, device=device)
+        self.hidden = torch.zeros(max_tokens if hidden_size else 0, hidden_size, dtype=dtype, device=device)
         self.token_ids = torch.zeros_like(self.sample_seats)
         num_words = part_starts([num_rows, num_rows + 1, max_tokens])[-1]
         self._step = torch.zeros(num_words, dtype=torch.int32, device=device)
         """The seats, starts and token ids of a mixed step, one after another."""
         self._shown: Tensor | None = None
         """The tensor whose content `sample_seats` has."""
+
+    @property
+    def made(self) -> Tensor:
+        """The memory for what a pass makes: logits, or hidden states in a stage before the last."""
+        return self.logits if self.logits.shape[1] else self.hidden
 
     def step_tokens(self, shape: StepShape, num_blocks: int) -> StepTokens:
         """The part of the memory in which a mixed step of that shape lies."""

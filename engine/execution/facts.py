@@ -20,7 +20,10 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
         num_ahead: overrides how many steps may be in flight while the next is planned.
         runs_plain: whether plain steps run concurrently with the host.
     """
-    is_on_cpu, options, states = model.device.type == "cpu", model.options, model.states
+    is_on_cpu, options, num_states = model.device.type == "cpu", model.options, model.memory.num_states
+    num_stages = 1 if model.world is None else model.world.num_stages
+    if num_ahead is None and num_stages > 1:
+        num_ahead = num_stages - 1
     is_plain_beside = is_on_cpu and num_ahead is None and runs_plain
     return RunnerFacts(
         num_blocks=model.kv.num_blocks,
@@ -35,9 +38,10 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
         max_scored=_MOST_SCORED if is_on_cpu else NO_LIMIT,
         has_draft_model=model.draft is not None,
         drafts_ahead=_drafts_ahead(model) and not runs_plain,
-        num_states=0 if states is None else states.num_slots,
-        num_pending=0 if states is None else states.layout.num_pending,
+        num_states=num_states,
+        num_pending=options.num_pending if num_states else 0,
         has_experts=model.config.spec.chosen_share > 0,
+        num_stages=num_stages,
     )
 
 

@@ -14,6 +14,7 @@ from penstock.engine.execution.memory import MemoryPlan
 from penstock.engine.kernels.kv_cache import KVCache
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
+from penstock.engine.kernels.ranks import World
 from penstock.engine.kernels.sequence_table import SequenceTable
 from penstock.engine.kernels.state_cache import StateCache
 from penstock.engine.program.decoders import ForwardPass
@@ -33,7 +34,7 @@ class LoadedModel:
     """Tokens of the longest sequence."""
     decoder: ForwardPass
     lm_head: Linear
-    """Makes rows of logits; with ranks, those of this rank's tokens, see `whole`."""
+    """Makes rows of logits; with ranks, those of this rank's tokens, see `whole`; see `Weights.lm_head` for stages."""
     kv: KVCache
     table: SequenceTable
     sampler: Sampler
@@ -52,6 +53,8 @@ class LoadedModel:
     """Whether it is a head. Its target's features of a token, which it reads, are better than its own."""
     chain: LoadedModel | None = None
     """The passes of a head after the first one, which go on from its own hidden states, with one token a sequence."""
+    world: World | None = None
+    """The processes that run the model together, of which this is the part of one; None if it is whole."""
     is_chain: bool = False
     """Whether it is these passes."""
     native: NativeDraft | None = None

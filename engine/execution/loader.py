@@ -23,11 +23,18 @@ from penstock.engine.execution.memory import (
     plan_memory,
     what_would_fit,
 )
-from penstock.engine.execution.share import agreed, own_budget, own_device, own_options, ranked
+from penstock.engine.execution.share import (
+    agreed,
+    own_budget,
+    own_device,
+    own_kernels,
+    own_options,
+    own_part,
+)
 from penstock.engine.kernels.cpu.rounding import rounding_of
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.ranks import World
 from penstock.engine.kernels.select import select
 from penstock.engine.kernels.sequence_table import SequenceTable
 from penstock.engine.kernels.state_cache import StateCache, StateLayout
@@ -37,11 +44,10 @@ from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_d
 from penstock.engine.model.files import open_files
 from penstock.engine.model.gguf.container import forget_headers
 from penstock.engine.model.quantize_cache import Checkpoint, quantized
-from penstock.engine.model.split import split_config
-from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import check_tensors, make_recipe
 from penstock.engine.model.weights import Progress, load_weights
+from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.sampling.sampler import Sampler
@@ -56,7 +62,7 @@ def load_model(
     say: Callable[[str], None],
     progress: Progress,
     draft: DraftSource | None = None,
-    ranks: Ranks | None = None,
+    world: World | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in a folder.
 
@@ -66,21 +72,21 @@ def load_model(
             faster.
         progress: is called with the bytes read and the bytes in all.
         draft: a draft model; it is loaded as the model is. Without one, a model's own layer drafts if it has one.
-        ranks: the ranks that run the model together, each of which loads its part of it; nothing drafts for them.
+        world: the processes that run the model together, each of which loads its part of it; nothing drafts for them.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
             cannot be served with the options.
         NotEnoughMemory: weights and KV cache do not fit.
     """
-    opened = _open(folder, options, ranks)
+    opened = _open(folder, options, world)
     source, device, options = opened.source, opened.device, opened.options
     config, max_model_len = source.config, opened.max_model_len
-    kernels, expert_counts = _kernels(config, device, options, say, ranks)
-    limits = own_budget(budget(device, options), ranks)
+    kernels, expert_counts = _kernels(config, device, options, say, world)
+    limits = own_budget(budget(device, options), world)
     plan = partial(plan_memory, config, kernels, options, limits, recipe=source.recipe)
     companion = None
-    if ranks is None:
+    if world is None:
         companion = open_companion(draft, source, kernels, options, max_model_len, say)
         companion = with_room(companion, plan, say)
     if companion is not None:
@@ -90,7 +96,7 @@ def load_model(
     say(memory.text)
     if options.kv_dtype == "fp8":
         say("--kv-dtype fp8: the KV cache is in int8, which has the size of fp8 and is nearer to 16 bits")
-    most = agreed(_most_tokens(memory), ranks)
+    most = agreed(_most_tokens(memory), world)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
     if options.keep_quantized:
         source = quantized(source, say, progress, rounding_of(kernels.team))
@@ -103,9 +109,8 @@ def load_model(
         )
         steps = partial(run_largest, config, weights, kernels, options, max_model_len)
         memory = plan(measured=measure_steps(device, limits.card, steps)).check()
-    memory = replace(
-        memory, num_blocks=agreed(memory.num_blocks, ranks), num_states=agreed(memory.num_states, ranks)
-    )
+    if world is not None:
+        memory = _in_common(memory, world)
     kv, states = _caches(config, kernels, options, memory)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len, states)
     if isinstance(decoder, NativeDecoder):
@@ -125,8 +130,20 @@ def load_model(
         memory=memory,
         states=states,
         expert_counts=expert_counts,
+        world=world,
     )
     return model if companion is None else companion.attach(model, weights)
+
+
+def _in_common(memory: MemoryPlan, world: World) -> MemoryPlan:
+    """The plan with as many blocks, and slots of states, as every process has room for; a stage whose layers have no
+    state has room for any number."""
+    num_states = agreed(memory.num_states or NO_LIMIT, world)
+    return replace(
+        memory,
+        num_blocks=agreed(memory.num_blocks, world),
+        num_states=0 if num_states == NO_LIMIT else num_states,
+    )
 
 
 def check_checkpoint(folder: Path, options: LoadOptions) -> None:
@@ -136,17 +153,17 @@ def check_checkpoint(folder: Path, options: LoadOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A checkpoint that can be served, as one rank does it."""
+    """A checkpoint that can be served, as one process does it."""
 
     source: Checkpoint
-    """This rank's part."""
+    """This process's part."""
     device: torch.device
     options: LoadOptions
     """The options for the device."""
     max_model_len: int
 
 
-def _open(folder: Path, options: LoadOptions, ranks: Ranks | None) -> _Opened:
+def _open(folder: Path, options: LoadOptions, world: World | None) -> _Opened:
     config = read_config(folder)
     files = unstacked(open_files(folder), config)
     recipe = make_recipe(config, options, files)
@@ -155,11 +172,10 @@ def _open(folder: Path, options: LoadOptions, ranks: Ranks | None) -> _Opened:
     options = options.for_device(device.type)
     # torch counts the cores that it sees, even cores that a container's quota denies it.
     torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
-    if ranks is not None:
-        device = own_device(device, ranks)
-        options = own_options(options, device, ranks)
-        part = split_config(config, ranks.size, ranks.rank, options.expert_parallel)
-        config, files = part, SplitFiles(files, config, part, ranks)
+    if world is not None:
+        device = own_device(device, world)
+        options = own_options(options, device, world)
+        config, files = own_part(config, files, options.expert_parallel, world)
     return _Opened(Checkpoint(config, files, recipe), device, options, max_model_len)
 
 
@@ -168,12 +184,12 @@ def _kernels(
     device: torch.device,
     options: LoadOptions,
     say: Callable[[str], None],
-    ranks: Ranks | None,
+    world: World | None,
 ) -> tuple[Kernels, ExpertCounts | None]:
     """Returns the kernels that run a model, and the counts of its experts."""
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
-    if ranks is not None:
-        kernels = ranked(kernels, ranks)
+    if world is not None:
+        kernels = own_kernels(kernels, world)
     kernels, expert_counts = counted(kernels, config)
     kv_dtype = choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device)
     return replace(kernels, kv_dtype=kv_dtype), expert_counts
@@ -185,7 +201,7 @@ def _caches(
     """Keys and values, and states if layers have any."""
     layout, device = KVLayout.of(config, options.block_size), kernels.device
     kv = KVCache(layout, memory.num_blocks, kernels.kv_dtype, device)
-    if not memory.num_states:
+    if not config.spec.states:
         return kv, None
     return kv, StateCache(StateLayout.of(config, options.num_pending), memory.num_states, device)
 
@@ -217,7 +233,7 @@ def _tables(
     config: ModelConfig, kernels: Kernels, options: LoadOptions, max_model_len: int
 ) -> tuple[SequenceTable, Sampler, StepBuffers | None]:
     """Returns the tables and buffers of the running sequences that steps keep on the device."""
-    num_seats, device = options.max_num_seqs, kernels.device
+    num_seats, device, spec = options.max_num_seqs, kernels.device, config.spec
     num_tables = len(KVLayout.of(config, options.block_size).windows)
     max_blocks = -(-max_model_len // options.block_size) * num_tables
     table = SequenceTable(num_seats, max_blocks, options.block_size, device, num_tables)
@@ -225,7 +241,10 @@ def _tables(
     if not (kernels.is_static and options.cuda_graphs):
         return table, sampler, None
     dtype, most = kernels.activation_dtype, options.max_batch_tokens
-    return table, sampler, StepBuffers(options.max_rows, most, config.vocab_rows, dtype, device)
+    num_logits = config.vocab_rows if spec.has_head else 0
+    hidden_size = 0 if spec.stage is None else config.hidden_size
+    buffers = StepBuffers(options.max_rows, most, num_logits, dtype, device, hidden_size=hidden_size)
+    return table, sampler, buffers
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

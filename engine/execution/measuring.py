@@ -28,9 +28,13 @@ def run_largest(
         config, weights, kernels, KVCache(layout, 1, kernels.kv_dtype, device), max_model_len
     )
     for batch in largest_batches(options, max_model_len, len(layout.windows)):
-        rows = torch.arange(batch.sample_rows.numel(), dtype=torch.int32, device=device)
-        logits = kernels.whole(weights.lm_head(decoder(batch.to(device))), config.vocab_size)
-        kernels.most_likely(logits, rows, MAX_TOP_LOGPROBS)
+        if not config.spec.has_embedding:
+            size = batch.token_ids.numel(), config.hidden_size
+            batch.hidden = torch.zeros(size, dtype=kernels.activation_dtype, device=device)
+        made = weights.lm_head(decoder(batch.to(device)))
+        if config.spec.has_head:
+            rows = torch.arange(batch.sample_rows.numel(), dtype=torch.int32, device=device)
+            kernels.most_likely(kernels.whole(made, config.vocab_size), rows, MAX_TOP_LOGPROBS)
 
 
 def largest_batches(options: LoadOptions, max_model_len: int, num_tables: int) -> Iterator[Batch]:

@@ -307,14 +307,15 @@ def weight_bytes(config: ModelConfig, kernels: Kernels, recipe: Recipe = AS_IT_I
     """The bytes of all weights of a model, as the kernels keep them."""
     head, (maps, experts) = head_spec(config, recipe), _sorted_out(config, kernels, recipe)
     num_loose = _num_loose(config)
-    is_packed = kernels.keeps_narrow and packs_embedding(config, recipe)
-    if is_packed:
+    is_packed, spec = kernels.keeps_narrow and packs_embedding(config, recipe), config.spec
+    if spec.has_embedding and is_packed:
         maps.append(embedding_spec(config, recipe))
-    else:
+    elif spec.has_embedding:
         num_loose += config.vocab_rows * config.hidden_size
-    if not (config.spec.ties_embeddings and (is_packed or head.format == DENSE)):
+    is_shared = spec.ties_embeddings and spec.has_embedding and (is_packed or head.format == DENSE)
+    if spec.has_head and not is_shared:
         maps.append(head)
-    if (own := config.spec.layer_embeddings) is not None:
+    if (own := spec.layer_embeddings) is not None:
         maps.append(layer_embeddings_spec(own, config, recipe))
         table = layer_table_spec(own, recipe)
         if kernels.keeps_narrow and isinstance(table.format, Integers):
@@ -401,7 +402,8 @@ def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
     )
     if (own := config.spec.layer_embeddings) is not None:
         per_token += 2 * own.width
-    return 4 * (options.max_batch_tokens * per_token + 3 * options.max_rows * config.vocab_size)
+    num_logits = 3 * options.max_rows * config.vocab_size if config.spec.has_head else 0
+    return 4 * (options.max_batch_tokens * per_token + num_logits)
 
 
 def _map_sizes(part: Mixer | LayerEmbedding | None) -> int:

@@ -47,7 +47,7 @@ from penstock.engine.model.weights import Progress
 from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import OPEN, Chunk, StepPlan, StepResult
+from penstock.engine.planning.step import OPEN, Chunk, ExpertUse, StepPlan, StepResult
 from penstock.engine.sampling.reference import logprobs_of
 from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters
 from penstock.engine.sizes import size_text
@@ -111,7 +111,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepInFlight:
         steps = self.steps
         plain = None if steps.plain is None else steps.plain.launch(plan)
-        return plain or steps.launch(plan)
+        return plain or steps.begin(plan)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         self.steps.forget(sequences)
@@ -177,6 +177,10 @@ class Steps:
                 *map(size_text, (num_bytes, memory.graphs, device.num_bytes_in_use(), memory.workspace)),
             )
 
+    def begin(self, plan: StepPlan) -> StepInFlight:
+        """Launches a step of a whole model, or of a stage."""
+        return self.launch(plan) if self.model.config.spec.has_head else self.hand_on(plan)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, follow: TokensInFlight | None = None) -> LaunchedStep:
         """Launches a step kernel by kernel, or as a graph; see `planning.device.Runner`.
@@ -198,15 +202,22 @@ class Steps:
                 sampled = verification = Verification(plan, seats, num_rows, self.model.table)
                 if made is not None:
                     made.put(plan, placed.tokens.token_ids, verification)
-            if placed.copies is not None:
-                self.model.copy_blocks(*placed.copies)
-                plan.copies = []
-            found = None
-            if captured is None:
-                logits, numbers, found = self._pass(plan, placed, sampled, prompts)
-            else:
-                logits, numbers = self._replay(plan, captured, placed, sampled)
+            logits, numbers, found = self._run(plan, captured, placed, sampled, prompts)
             return LaunchedStep(self, plan, placed, captured, sampled, logits, numbers, found, made)
+
+    @torch.inference_mode()
+    def hand_on(self, plan: StepPlan) -> HandedOnStep:
+        """Launches a step of a stage before the last, and sends its hidden states to the next."""
+        model = self.model
+        assert model.world is not None
+        with self.faults(plan):
+            shape = StepShape.of(plan)
+            captured = self._captured(plan, shape)
+            placed = self.seats.place(plan, captured or shape)
+            rows, *_ = self._run(plan, captured, placed)
+            # A copy, for the next step writes where graphs leave them.
+            model.world.send(rows[: plan.num_tokens].to(model.kernels.activation_dtype, copy=True))
+            return HandedOnStep(self.seats, plan, placed)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -232,15 +243,52 @@ class Steps:
     def faults(self, plan: StepPlan) -> AbstractContextManager[None]:
         return told(plan, self.seats, self.model.device)
 
-    def _pass(
-        self, plan: StepPlan, placed: Placed, sampled: SampledRows | None, prompts: PromptRows | None
-    ) -> tuple[Tensor, Tensor, PromptFindings | None]:
-        """Launches the pass kernel by kernel: logits [S, n], and the output tokens [S] that there are before.
+    def _received(self, num_tokens: int, captured: StepShape | None) -> Tensor | None:
+        """[T, hidden] of the stage before, where a graph reads them if one is to run; None in the first stage."""
+        model, buffers = self.model, self.buffers
+        if model.world is None or model.config.spec.has_embedding:
+            return None
+        if captured is not None and buffers is not None:
+            hidden = buffers.hidden[:num_tokens]
+        else:
+            size, dtype = (num_tokens, model.config.hidden_size), model.kernels.activation_dtype
+            hidden = torch.empty(size, dtype=dtype, device=model.device)
+        model.world.receive(hidden)
+        return hidden
 
-        With drafts, there are logits of all rows that may be sampled.
+    def _run(
+        self,
+        plan: StepPlan,
+        captured: StepShape | None,
+        placed: Placed,
+        sampled: SampledRows | None = None,
+        prompts: PromptRows | None = None,
+    ) -> tuple[Tensor, Tensor, PromptFindings | None]:
+        """Launches a pass after the block copies: logits [S, n], and the output tokens [S] that there are before.
+
+        With drafts, there are logits of all rows that may be sampled. A stage before the last makes hidden states [T,
+        hidden] of all rows in their place.
         """
+        if placed.copies is not None:
+            self.model.copy_blocks(*placed.copies)
+            plan.copies = []
+        hidden = self._received(plan.num_tokens, captured)
+        if captured is None:
+            return self._pass(plan, placed, sampled, prompts, hidden)
+        return *self._replay(plan, captured, placed, sampled), None
+
+    def _pass(
+        self,
+        plan: StepPlan,
+        placed: Placed,
+        sampled: SampledRows | None,
+        prompts: PromptRows | None,
+        hidden: Tensor | None,
+    ) -> tuple[Tensor, Tensor, PromptFindings | None]:
+        """Launches the pass kernel by kernel."""
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
+        inputs.batch.hidden = hidden
         if model.states is not None:
             tell_slots(inputs.batch, plan.chunks)
         if sampled is not None:
@@ -248,8 +296,8 @@ class Steps:
         numbers = inputs.numbers if sampled is None else sampled.numbers
         if prompts is None:
             return model.lm_head(model.decoder(inputs.batch)), numbers, None
-        hidden, found = prompts.run(model, inputs.batch)
-        return model.lm_head(hidden), numbers, found
+        normed, found = prompts.run(model, inputs.batch)
+        return model.lm_head(normed), numbers, found
 
     def _captured(self, plan: StepPlan, shape: StepShape) -> StepShape | None:
         """The shape of the graph that serves a step; None if there is none."""
@@ -266,9 +314,12 @@ class Steps:
         if self.state_buffers is not None:
             self.state_buffers.show(plan.chunks)
         self.passes.run(shape)
-        return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
+        num_made = shape.num_rows if self.model.config.spec.has_head else shape.num_tokens
+        return buffers.made[:num_made], buffers.numbers[: shape.num_rows]
 
     def _new_seats(self) -> Seats:
+        if not self.model.config.spec.has_head:
+            return Seats(self.model.table)
         return Seats(self.model.table, on_seat=self._seat, on_leave=self.model.sampler.release)
 
     def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
@@ -282,7 +333,7 @@ class Steps:
             shapes += verifying_shapes(options.max_rows, most, options.max_query_len)
         return Ladder(partial(self._captured_pass, buffers), shapes), {
             filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(shapes))
-            for filters in GRAPH_FILTERS
+            for filters in (GRAPH_FILTERS if self.model.config.spec.has_head else ())
         }
 
     def _captured_pass(self, buffers: StepBuffers, shape: StepShape) -> None:
@@ -299,8 +350,10 @@ class Steps:
             inputs.batch.sample_rows = buffers.sample_rows[: shape.num_rows]
         else:
             buffers.numbers[: shape.num_sequences] = inputs.numbers
-        logits = model.lm_head(model.decoder(inputs.batch))
-        buffers.logits[: len(logits)] = logits
+        if not model.config.spec.has_embedding:
+            inputs.batch.hidden = buffers.hidden[: shape.num_tokens]
+        rows = model.lm_head(model.decoder(inputs.batch))
+        buffers.made[: len(rows)] = rows
 
     def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
         rows = slice(shape.num_rows)
@@ -341,7 +394,7 @@ class Steps:
         if model.options.max_rows > 1 and model.options.max_drafts:
             chunks.append(Chunk(sequence, 0, 2, samples=True, drafts=[0]))
         for chunk in chunks:
-            step = self.launch(StepPlan([chunk], num_tokens=chunk.num_tokens))
+            step = self.begin(StepPlan([chunk], num_tokens=chunk.num_tokens))
             step.choose()
             step.wait()
         if self.drafter is not None:
@@ -375,6 +428,7 @@ class LaunchedStep:
     found: PromptFindings | None
     made: MadeDrafts | None = None
     """The drafts that it verifies, if they are on the device alone."""
+    experts: ExpertUse | None = field(init=False, default=None)
     token_ids: Tensor = field(init=False)
     """[R] int32, those of `Chosen`; the next step may overwrite them."""
     landing: Landing = field(init=False)
@@ -391,16 +445,17 @@ class LaunchedStep:
                 self.sampled.settle(steps.model.table, chosen.token_ids)
             if steps.drafter is not None:
                 steps.in_flight = TokensInFlight(plan, chosen.token_ids, self.sampled)
-            drafts = None if self.made is None else self.made.put_tokens
+            drafts, counts = None if self.made is None else self.made.put_tokens, steps.model.expert_counts
+            self.experts = None if counts is None else counts.take()  # before those of the next step
             self.landing = Landing(steps.model.device, wanted, chosen, self.found, drafts)
 
     def wait(self) -> StepResult:
-        result, counts = self.landing.wait(), self.steps.model.expert_counts
+        result = self.landing.wait()
         if self.sampled is not None:
             self._note_wrong(result)
         if self.made is not None:
             result.drafting_s = self.made.land(result.made)
-        result.experts = None if counts is None else counts.take()
+        result.experts = self.experts
         return result
 
     def _note_wrong(self, result: StepResult) -> None:
@@ -492,6 +547,22 @@ class LaunchedStep:
         shape = StepShape(num_rows, num_rows, 1, True, num_rows)
         steps.choices[Filters(filters.top_k, filters.top_p)].run(shape)
         return buffers.token_ids[:num_rows]
+
+
+class HandedOnStep:
+    """A step of a stage before the last: the hidden states are on their way to the next one; see
+    `planning.device.StepInFlight`."""
+
+    def __init__(self, seats: Seats, plan: StepPlan, placed: Placed) -> None:
+        self._seats, self._plan, self._placed = seats, plan, placed
+
+    def choose(self) -> None:
+        """Its tokens are chosen by the last stage."""
+        self._seats.note_handed_on(self._plan, self._placed.seats)
+
+    def wait(self) -> StepResult:
+        """Brings nothing: the last stage has the results."""
+        return StepResult([])
 
 
 def _cuda_device(model: LoadedModel) -> Device | None:

@@ -158,6 +158,11 @@ class Seats:
             if chunk.samples:
                 seat.sampled_at = seat.length
 
+    def note_handed_on(self, plan: StepPlan, seats: ListLike[Seat]) -> None:
+        """Notes that the step is on its way; its tokens are chosen elsewhere, so that later steps have to send them."""
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
+            seat.length = chunk.start + chunk.num_tokens
+
     def note_verified(self, seats: Iterable[Seat]) -> None:
         """Drafts of these sequences were verified by one native call, which takes nothing back in the table.
 

@@ -1,4 +1,4 @@
-"""The part of a machine and of a table of kernels that one of several ranks has."""
+"""The part of a machine, of a model and of a table of kernels that one of several processes has."""
 
 from __future__ import annotations
 
@@ -7,65 +7,89 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.engine.config import LoadOptions
+from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.cores import num_cores
 from penstock.engine.execution.memory import Budget
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
-from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.ranks import Ranks, World
+from penstock.engine.model.safetensors import TensorFiles
+from penstock.engine.model.split import split_config
+from penstock.engine.model.split_files import SplitFiles
+from penstock.engine.model.stages import StageFiles, cut_config
 from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.tables import Choose, Filters, Part, SamplingTables
 
 
-def agreed(number: int, ranks: Ranks | None) -> int:
-    """The least that any rank has."""
-    return number if ranks is None else ranks.least(number)
+def agreed(number: int, processes: Ranks | World | None) -> int:
+    """The least that any of these processes has."""
+    return number if processes is None else processes.least(number)
 
 
-def own_device(device: torch.device, ranks: Ranks) -> torch.device:
-    """A GPU for each rank; on a CPU all compute on the same one."""
+def own_device(device: torch.device, world: World) -> torch.device:
+    """A GPU for each process; on a CPU all compute on the same one."""
     if device.type != "cuda":
         return device
-    torch.cuda.set_device(ranks.rank)
-    return torch.device("cuda", ranks.rank)
+    torch.cuda.set_device(world.rank)
+    return torch.device("cuda", world.rank)
 
 
-def own_options(options: LoadOptions, device: torch.device, ranks: Ranks) -> LoadOptions:
-    """Returns the options of one rank: its share of a CPU's threads. The part that it quantizes is not kept."""
+def own_options(options: LoadOptions, device: torch.device, world: World) -> LoadOptions:
+    """Returns the options of one process: its share of a CPU's threads. The part that it quantizes is not kept."""
     options = replace(options, keep_quantized=False)
     if device.type != "cpu":
         return options
-    num_threads = max(1, (options.num_threads or num_cores()) // ranks.size)
+    num_threads = max(1, (options.num_threads or num_cores()) // world.size)
     torch.set_num_threads(num_threads)
     return replace(options, num_threads=num_threads)
 
 
-def own_budget(limits: Budget, ranks: Ranks | None) -> Budget:
-    """The budget of one rank: a GPU of its own, or its share of the machine's memory."""
-    if ranks is None or limits.card is not None:
+def own_budget(limits: Budget, world: World | None) -> Budget:
+    """The budget of one process: a GPU of its own, or its share of the machine's memory."""
+    if world is None or limits.card is not None:
         return limits
-    cap = None if limits.cap is None else limits.cap // ranks.size
-    return replace(limits, available=limits.available // ranks.size, cap=cap)
+    cap = None if limits.cap is None else limits.cap // world.size
+    return replace(limits, available=limits.available // world.size, cap=cap)
 
 
-def ranked(kernels: Kernels, ranks: Ranks) -> Kernels:
-    """The kernels of one rank.
+def own_part(
+    config: ModelConfig, files: TensorFiles, expert_parallel: str, world: World
+) -> tuple[ModelConfig, TensorFiles]:
+    """The part of a model that one process has, of each layer and of the layers, and its tensors.
 
-    The sums lie between a layer's linear maps, so that no native kernel has a whole pass, nor an activation in a map.
+    Raises:
+        CheckpointError: the model cannot be divided so.
+    """
+    if world.ranks is not None:
+        part = split_config(config, world.ranks.size, world.ranks.rank, expert_parallel)
+        config, files = part, SplitFiles(files, config, part, world.ranks)
+    if world.num_stages > 1:
+        config = cut_config(config, world.num_stages, world.stage)
+        files = StageFiles(files, config)
+    return config, files
+
+
+def own_kernels(kernels: Kernels, world: World) -> Kernels:
+    """The kernels of one process.
+
+    Sums and hidden states go from process to process between a layer's linear maps and between layers, so that no
+    native kernel has a whole pass, nor an activation in a map.
     """
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
         return kernels.linear(tensors, format, bias)
 
+    single = replace(kernels, linear=linear, keeps_narrow=False, team=None)
+    return single if world.ranks is None else _ranked(single, world.ranks)
+
+
+def _ranked(kernels: Kernels, ranks: Ranks) -> Kernels:
     return replace(
         kernels,
-        linear=linear,
         choose=_choose_together(kernels.choose, ranks),
         is_static=bool(ranks.least(int(kernels.is_static))),
-        keeps_narrow=False,
         ranks=ranks,
-        team=None,
     )
 
 

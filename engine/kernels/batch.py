@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Batch:
-    """S sequences with T tokens between them; all tensors int32 and contiguous, on the model's device."""
+    """S sequences with T tokens between them; all tensors contiguous, on the model's device, and int32 but for
+    hidden states."""
 
     token_ids: Tensor
     """[T]"""
@@ -36,6 +37,9 @@ class Batch:
     state_saves: Tensor | None = field(default=None, kw_only=True)
     """[N, 4] sequence, rows, slot, kept: the state after so many of the sequence's certain rows of this step is written
     to this slot, too, and the `kept` rows that follow become its pending rows."""
+    hidden: Tensor | None = field(default=None, kw_only=True)
+    """[T, hidden], in the type of activations: what the stage before made of the tokens, where the layers are a stage
+    after the first."""
     max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens than this in the step; None if the batch's maker did not count."""
     min_query_len: int = field(default=0, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -95,6 +96,8 @@ class KVLayout:
     all layers see equally many tokens, a block has them all. Otherwise the layers of each window, and the layers
     without one, fill the blocks of block tables of their own; the rarest kind fills one, and so few planes are left
     empty. The blocks of a model without attention are empty.
+
+    A stage has the block tables of the whole model, and its layers are shared out among those of their window.
     """
 
     places: Mapping[int, KVPlace]
@@ -117,8 +120,10 @@ class KVLayout:
             )
             for number, h in heads.items()
         }
+        stage = model.spec.stage
+        given = (0,) if stage is None else stage.windows
         if not heads:
-            return cls(places={}, windows=(0,), num_planes=0, block_size=block_size)
+            return cls(places={}, windows=given, num_planes=0, block_size=block_size)
         widest = max(shape.block_elements for shape in shapes.values())
         filled: dict[int, list[list[int]]] = {}
         """By window, the layers in each plane."""
@@ -133,24 +138,24 @@ class KVLayout:
                 planes.append([number])
             else:
                 found.append(number)
-        num_planes = min(map(len, filled.values()))
-        while sum(-(-len(planes) // num_planes) for planes in filled.values()) > MAX_TABLES:
-            num_planes += 1
-        windows: list[int] = []
+        if stage is None:
+            num_planes, windows = _shared_out({window: len(planes) for window, planes in filled.items()})
+        else:
+            num_planes = max(-(-len(planes) // given.count(window)) for window, planes in filled.items())
+            windows = given
         places: dict[int, KVPlace] = {}
-        for window, planes in sorted(filled.items()):
+        for window, planes in filled.items():
             for at, layers in enumerate(planes):
-                table = len(windows) + at // num_planes
+                table = windows.index(window) + at // num_planes
                 for part, number in enumerate(layers):
                     places[number] = KVPlace(
                         shape=shapes[number], plane=at % num_planes, part=part, table=table
                     )
-            windows += [window] * -(-len(planes) // num_planes)
         return cls(
             places={
                 number: places[number if own.shares is None else own.shares] for number, own in heads.items()
             },
-            windows=tuple(windows) if beside is None else beside.windows,
+            windows=windows if beside is None else beside.windows,
             num_planes=num_planes,
             block_size=block_size,
         )
@@ -178,6 +183,15 @@ class KVLayout:
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block: keys and values of all its planes."""
         return self.num_planes * self.halves * self.plane_elements(dtype) * dtype.itemsize
+
+
+def _shared_out(num_layers: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """The planes of a block, and the windows of the block tables, for so many planes of layers by window."""
+    num_planes = min(num_layers.values())
+    while sum(-(-num // num_planes) for num in num_layers.values()) > MAX_TABLES:
+        num_planes += 1
+    tables = ([window] * -(-num // num_planes) for window, num in sorted(num_layers.items()))
+    return num_planes, tuple(chain.from_iterable(tables))
 
 
 class KVCache:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """The processes that run a model together, seen from one of them.
+    """The processes that have a part of each layer, seen from one of them.
 
     All of them call the same methods in the same order, with tensors of the same shape and type. A CUDA graph can hold
     calls that take tensors on a GPU.
@@ -41,6 +41,41 @@ class Ranks(Protocol):
 
     def least(self, number: int) -> int:
         """The least number of any rank; the host waits for it."""
+
+
+class World(Protocol):
+    """All processes that run a model, seen from one of them: stages, one after another, of as many ranks each.
+
+    The ranks of the first stage come first. A rank hands hidden states to the one that has its place in the next stage.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This one, from 0 on."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def stage(self) -> int:
+        """The stage of this one, from 0 on."""
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks of this one's stage; None if it is alone there."""
+
+    def least(self, number: int) -> int:
+        """The least number of any process; the host waits for it."""
+
+    def receive(self, hidden: Tensor) -> None:
+        """Fills a tensor with the one that the stage before sent; on a CPU, it waits for that."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Sends a tensor, which nobody writes any more, to the next stage; it does not wait until that has it."""
 
 
 def embed(token_ids: Tensor, rows: Tensor, ranks: Ranks | None) -> Tensor:

@@ -152,14 +152,24 @@ def check_split(path: Path, config: ModelConfig, num_ranks: int, expert_parallel
         if expert_parallel == "on":
             raise CheckpointError("--expert-parallel on: one process has all experts; see --tensor-parallel")
         return
+    check_files(path, config, f"--tensor-parallel {num_ranks}")
+    split_config(config, num_ranks, expert_parallel=expert_parallel)
+
+
+def check_files(path: Path, config: ModelConfig, option: str) -> None:
+    """Checks that several processes can read a checkpoint, each its part.
+
+    Args:
+        option: the one that asks for several, with its value.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
     if is_gguf(path):
-        raise CheckpointError(
-            f"--tensor-parallel {num_ranks}: a GGUF file is served by one process only: {path}"
-        )
+        raise CheckpointError(f"{option}: a GGUF file is served by one process only: {path}")
     if config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(
-            f"--tensor-parallel {num_ranks}: a checkpoint that is quantized ({method}) is served by one process only; "
+            f"{option}: a checkpoint that is quantized ({method}) is served by one process only; "
             "take one in floating point, and --quantize"
         )
-    split_config(config, num_ranks, expert_parallel=expert_parallel)

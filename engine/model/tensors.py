@@ -167,8 +167,10 @@ def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS)
     Raises:
         CheckpointError: see `Quantization.layer_format`.
     """
+    own = config.spec
     return {
-        field: _linear_spec(map, layer, recipe) for field, map in config.spec.layers[layer].maps().items()
+        field: _linear_spec(map, layer, own.first_layer, recipe)
+        for field, map in own.layers[layer].maps().items()
     }
 
 
@@ -191,21 +193,16 @@ def with_one_expert(config: ModelConfig) -> ModelConfig:
     return replace(config, spec=replace(config.spec, layers=tuple(layers)))
 
 
-def _linear_spec(map: LinearMap, layer: int, recipe: Recipe) -> LinearSpec:
+def _linear_spec(map: LinearMap, layer: int, first_layer: int, recipe: Recipe) -> LinearSpec:
     names = [f"{LAYERS}{layer}.{rows.name}" for rows in map.rows]
     parts = (
         Part(name, rows.count, recipe.storage(name), row_order(rows))
         for name, rows in zip(names, map.rows, strict=True)
     )
-    quantization = recipe.quantization
-    return LinearSpec(
-        tuple(parts),
-        map.in_features,
-        map.has_bias,
-        map.is_gated,
-        None if quantization is None or map.stays else quantization.layer_format(layer, map.in_features),
-        map.sums,
-    )
+    quantization, quantized = recipe.quantization, None
+    if quantization is not None and not map.stays:
+        quantized = quantization.layer_format(first_layer + layer, map.in_features)
+    return LinearSpec(tuple(parts), map.in_features, map.has_bias, map.is_gated, quantized, map.sums)
 
 
 def norm_in_our_order(weight: Tensor, heads: HeadOrder | None) -> Tensor:
@@ -271,16 +268,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor that a checkpoint must have, by its full name."""
-    yield from tensors_of(embedding_spec(config, recipe))
-    if (own := config.spec.layer_embeddings) is not None:
+    spec = config.spec
+    if spec.has_embedding or (spec.has_head and spec.ties_embeddings):
+        yield from tensors_of(embedding_spec(config, recipe))
+    if (own := spec.layer_embeddings) is not None:
         yield from tensors_of(layer_table_spec(own, recipe))
         yield from tensors_of(layer_embeddings_spec(own, config, recipe))
         yield own.norm.tensor, StoredTensor("weight", (own.norm.size,))
     for number in range(config.num_layers):
         yield from layer_tensors(config, number, recipe)
-    final = config.spec.final_norm
-    yield f"{final.name}.weight", StoredTensor("weight", (final.size,))
-    if not config.spec.ties_embeddings:
+    if spec.has_head:
+        yield f"{spec.final_norm.name}.weight", StoredTensor("weight", (spec.final_norm.size,))
+    if spec.has_head and not spec.ties_embeddings:
         yield from tensors_of(head_spec(config, recipe))
 
 

@@ -88,20 +88,7 @@ def load_weights(
     names = [name for name, _ in expected_tensors(config, recipe) if name in files.entries]
     total = sum(files.entries[name].num_bytes for name in names)
     reader = Reader(files, kernels, progress, total)
-    head, spec = head_spec(config, recipe), embedding_spec(config, recipe)
-    stored, is_packed = reader.single(spec), kernels.keeps_narrow and packs_embedding(config, recipe)
-    embedding: Tensor | Linear
-    tied_head: Linear | None = None
-    if is_packed:
-        embedding = packed = reader.pack(spec, stored)
-        tied_head = packed if config.spec.ties_embeddings else None
-    else:
-        embedding = copy = reader.embedding(spec, stored)
-        if config.spec.ties_embeddings:
-            tied_head = reader.pack(
-                head, head.given({"weight": copy} if head.stored == DENSE else stored, reader.round_groups)
-            )
-    del stored
+    embedding, tied_head = _embedding(config, reader, recipe)
     files.give_back()
     layers = []
     for layer in range(config.num_layers):
@@ -109,18 +96,52 @@ def load_weights(
         layers.append(load_layer(config.spec.layers[layer], reader, layer, specs))
         files.give_back()
         trim_heap()  # else the C library keeps several freed layers
-    final_norm = reader.norm(config.spec.final_norm)
-    lm_head = tied_head or reader.linear(head)
-    if (config.spec.logit_scale, config.spec.logit_softcap) != (1.0, 0.0):
-        lm_head = kernels.cap(lm_head, config.spec.logit_scale, config.spec.logit_softcap)
+    final_norm, lm_head = _end(config, reader, recipe, tied_head)
+    has_same_rows = tied_head is embedding or head_spec(config, recipe).format == DENSE
     return Weights(
         embedding,
         layers,
         final_norm,
         lm_head,
-        is_tied=kernels.ranks is None and tied_head is not None and (is_packed or head.format == DENSE),
+        is_tied=kernels.ranks is None and tied_head is not None and has_same_rows,
         layer_embeddings=_layer_embeddings(config, reader, recipe),
     )
+
+
+def _embedding(config: ModelConfig, reader: Reader, recipe: Recipe) -> tuple[Tensor | Linear, Linear | None]:
+    """The embedding, and the output head if the two are tied; see `Weights.embedding` for a stage without one."""
+    own, kernels = config.spec, reader.kernels
+    if not own.has_embedding:
+        return torch.empty(0, config.hidden_size, device=kernels.device), None
+    spec = embedding_spec(config, recipe)
+    stored, is_head = reader.single(spec), own.ties_embeddings and own.has_head
+    if kernels.keeps_narrow and packs_embedding(config, recipe):
+        packed = reader.pack(spec, stored)
+        return packed, packed if is_head else None
+    copy = reader.embedding(spec, stored)
+    if not is_head:
+        return copy, None
+    head = head_spec(config, recipe)
+    tensors = {"weight": copy} if head.stored == DENSE else stored
+    return copy, reader.pack(head, head.given(tensors, reader.round_groups))
+
+
+def _end(
+    config: ModelConfig, reader: Reader, recipe: Recipe, tied_head: Linear | None
+) -> tuple[Tensor, Linear]:
+    """The final norm and the output head; see `Weights` for a stage without them."""
+    own, kernels = config.spec, reader.kernels
+    if not own.has_head:
+        return torch.empty(0, device=kernels.device), _as_it_is
+    final_norm = reader.norm(own.final_norm)
+    lm_head = tied_head or reader.linear(head_spec(config, recipe))
+    if (own.logit_scale, own.logit_softcap) != (1.0, 0.0):
+        lm_head = kernels.cap(lm_head, own.logit_scale, own.logit_softcap)
+    return final_norm, lm_head
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def _layer_embeddings(config: ModelConfig, reader: Reader, recipe: Recipe) -> LayerEmbeddingWeights | None:

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import assert_never
 
 from penstock.engine.errors import CheckpointError, NotEnoughMemory
 from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
-from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.group import Grid, Processes
 from penstock.engine.parallel.messages import ChooseTokens, Forget, Launch, Listener, Load
 from penstock.engine.planning.device import StepInFlight
-from penstock.engine.planning.step import StepPlan
+from penstock.engine.planning.step import StepPlan, StepResult
 
 
-def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> None:
+def main(descriptor: int, rank: int, num_ranks: int, num_stages: int, meeting: str, on_cuda: bool) -> None:
     """Serves rank 0 at the other end of a socket, until that is closed.
 
     A failure here is one of all ranks: it is reported in one line, and the process ends, which rank 0 notices.
     """
     rank_0: Connection[object, object] = Connection(descriptor)
-    try:
+    grid = Grid(num_ranks, num_stages, on_cuda)
+    with _ending(rank):
         rank_0.send(None)  # all that could go wrong alone went well: the others may wait for this rank
-        follower = _Follower(Group(rank, size, Path(meeting), on_cuda=on_cuda), rank_0.send)
+        processes = Processes(rank, grid, Path(meeting))
+        brings = rank == grid.chooser
+        follower = _Follower(processes, rank_0.send, _Results(rank, rank_0.send) if brings else None)
         while True:
             message = rank_0.recv()
             assert isinstance(message, Load | Launch | ChooseTokens | Forget)
             follower.take(message)
+
+
+@contextmanager
+def _ending(rank: int) -> Iterator[None]:
+    """Ends the process with what ends the block."""
+    try:
+        yield
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception as error:
@@ -39,16 +52,38 @@ def main(descriptor: int, rank: int, size: int, meeting: str, on_cuda: bool) -> 
         os._exit(1)  # the process group's own end could wait for the other ranks
 
 
+class _Results:
+    """Waits for steps, and sends their results to rank 0, in a thread: rank 0 may send the next step before it reads
+    the results of this one, and this process has to take it."""
+
+    def __init__(self, rank: int, send: Callable[[StepResult], None]) -> None:
+        self._rank, self._send = rank, send
+        self._steps = SimpleQueue[StepInFlight]()
+        Thread(target=self._run, daemon=True).start()
+
+    def add(self, step: StepInFlight) -> None:
+        self._steps.put(step)
+
+    def _run(self) -> None:
+        with _ending(self._rank):
+            while True:
+                self._send(self._steps.get().wait())
+
+
 class _Follower:
     """Executes the messages.
 
     Args:
         answer: takes the answer to a message that has one.
+        results: takes the steps whose results this rank has; None if another has them.
     """
 
-    def __init__(self, group: Group, answer: Callable[[Exception | None], None]) -> None:
-        self._group = group
+    def __init__(
+        self, processes: Processes, answer: Callable[[Exception | None], None], results: _Results | None
+    ) -> None:
+        self._processes = processes
         self._answer = answer
+        self._results = results
         self._runner: ModelRunner
         self._listener: Listener
         self._plan: StepPlan
@@ -64,6 +99,8 @@ class _Follower:
             case ChooseTokens():
                 self._plan.masks = message.masks
                 self._step.choose()
+                if self._results is not None:
+                    self._results.add(self._step)
             case Forget():
                 self._runner.forget(self._listener.forgotten(message))
             case _:
@@ -73,7 +110,7 @@ class _Follower:
         self._listener = Listener()
         self._runner = ModelRunner(
             lambda: load_model(
-                message.folder, message.options, lambda _: None, lambda *_: None, ranks=self._group
+                message.folder, message.options, lambda _: None, lambda *_: None, world=self._processes
             )
         )
         try:

@@ -18,9 +18,9 @@ import torch
 
 from penstock.engine.config import LoadOptions
 from penstock.engine.errors import CheckpointError, NotEnoughMemory
-from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.ranks import World
 from penstock.engine.model.dtype import choose_device
-from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.group import Grid, Processes
 from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
 from penstock.engine.planning.device import DeviceError, Runner, RunnerFacts, StepInFlight
 from penstock.engine.planning.request import Sequence
@@ -32,7 +32,7 @@ sys.path[:] = {path!r}
 from penstock.engine.parallel import lifeline
 lifeline.hold({descriptor})
 from penstock.engine.parallel import follower
-follower.main({descriptor}, {rank}, {size}, {meeting!r}, {on_cuda})
+follower.main({descriptor}, {rank}, {num_ranks}, {num_stages}, {meeting!r}, {on_cuda})
 """
 """The program of a rank's process; it dies with this one from before it imports torch."""
 
@@ -49,13 +49,18 @@ def start_ranks(options: LoadOptions, say: Callable[[str], None]) -> Followers:
         CheckpointError: there are not enough GPUs.
         DeviceError: one of them ended at once.
     """
-    size, on_cuda = options.num_ranks, choose_device(options.device).type == "cuda"
-    if on_cuda and torch.cuda.device_count() < size:
-        raise CheckpointError(f"--tensor-parallel {size}: torch sees {torch.cuda.device_count()} GPUs")
-    followers = Followers(size, on_cuda=on_cuda)
+    on_cuda = choose_device(options.device).type == "cuda"
+    grid = Grid(options.num_ranks, options.num_stages, on_cuda)
+    if on_cuda and torch.cuda.device_count() < grid.size:
+        asked = [("--tensor-parallel", grid.num_ranks), ("--pipeline-parallel", grid.num_stages)]
+        flags = " ".join(f"{flag} {number}" for flag, number in asked if number > 1)
+        raise CheckpointError(f"{flags}: torch sees {torch.cuda.device_count()} GPUs")
+    followers = Followers(grid)
     pids = ", ".join(f"rank {rank} in process {pid}" for rank, pid in followers.pids.items())
-    over = "NCCL" if on_cuda else "gloo"
-    say(f"{size} ranks run the model together over {over}: rank 0 here, {pids}; memory is told of one")
+    over, in_stages = "NCCL" if on_cuda else "gloo", f" in {grid.num_stages} stages" * (grid.num_stages > 1)
+    say(
+        f"{grid.size} ranks{in_stages} run the model together over {over}: rank 0 here, {pids}; memory is told of one"
+    )
     try:
         followers.join()
     except BaseException:
@@ -70,30 +75,30 @@ class Followers:
     Each side learns by the closed socket that the other is gone, for any reason.
     """
 
-    def __init__(self, size: int, *, on_cuda: bool = False) -> None:
-        self._group: Group | None = None
-        self._size, self._on_cuda = size, on_cuda
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._processes: Processes | None = None
         self._folder = TemporaryDirectory(prefix="penstock-ranks-")
         self._meeting = str(Path(self._folder.name) / "meeting")
         self._sockets: dict[int, Connection[object, object]] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._loss = ""
         self._has_loss = threading.Event()
         self._is_closing = False
-        for rank in range(1, size):
+        for rank in range(1, grid.size):
             self._start(rank)
 
     @property
     def pids(self) -> dict[int, int]:
         """The processes by rank."""
-        return {rank: process.pid for rank, process in self._processes.items()}
+        return {rank: process.pid for rank, process in self._started.items()}
 
     @property
-    def group(self) -> Group:
+    def world(self) -> Processes:
         """All ranks, this one included; there once they have joined."""
-        if self._group is None:
+        if self._processes is None:
             raise RuntimeError("the ranks have not joined")
-        return self._group
+        return self._processes
 
     def join(self) -> None:
         """Makes the process group, once all ranks have come up.
@@ -103,7 +108,7 @@ class Followers:
         """
         for rank in self._sockets:
             self._receive(rank)
-        self._group = Group(0, self._size, Path(self._meeting), on_cuda=self._on_cuda)
+        self._processes = Processes(0, self.grid, Path(self._meeting))
 
     def tell(self, message: Message) -> None:
         """
@@ -125,6 +130,19 @@ class Followers:
             answer = self._receive(rank) if socket.poll(patience_s) else None
             if isinstance(answer, Exception):
                 raise type(answer)(f"rank {rank}: {answer}")
+
+    def result(self) -> StepResult:
+        """Waits for the result of a step, which the last stage sends.
+
+        Raises:
+            DeviceError: a rank is gone.
+        """
+        rank = self.grid.chooser
+        while not self._sockets[rank].poll(_NEWS_S):
+            self.check()  # another than the last stage, which waits for it
+        result = self._receive(rank)
+        assert isinstance(result, StepResult)
+        return result
 
     def check(self) -> None:
         """
@@ -153,13 +171,13 @@ class Followers:
         self._is_closing = True
         for socket in self._sockets.values():
             socket.close()
-        for process in self._processes.values():
+        for process in self._started.values():
             try:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-        if self._group is not None:
-            self._group.close()
+        if self._processes is not None:
+            self._processes.close()
         self._folder.cleanup()
 
     def _start(self, rank: int) -> None:
@@ -168,9 +186,10 @@ class Followers:
             path=sys.path,
             descriptor=theirs.fileno(),
             rank=rank,
-            size=self._size,
+            num_ranks=self.grid.num_ranks,
+            num_stages=self.grid.num_stages,
             meeting=self._meeting,
-            on_cuda=self._on_cuda,
+            on_cuda=self.grid.on_cuda,
         )
         # In a process group of its own: Ctrl-C is for rank 0, which drains.
         process = subprocess.Popen(
@@ -180,7 +199,7 @@ class Followers:
             process_group=0,
         )
         theirs.close()
-        self._sockets[rank], self._processes[rank] = ours, process
+        self._sockets[rank], self._started[rank] = ours, process
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -191,8 +210,8 @@ class Followers:
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         self._loss = f"rank {rank} (process {process.pid}) ended with {how}"
         self._has_loss.set()
-        if self._on_cuda and self._group is not None:
-            self._group.abort()  # gloo sees for itself that a socket is closed
+        if self.grid.on_cuda and self._processes is not None:
+            self._processes.abort()  # gloo sees for itself that a socket is closed
 
     def _receive(self, rank: int) -> object:
         try:
@@ -216,7 +235,7 @@ class ParallelRunner:
         options: LoadOptions,
         *,
         start: Callable[[], Followers],
-        make_runner: Callable[[Ranks], Runner],
+        make_runner: Callable[[World], Runner],
     ) -> None:
         self._load = Load(folder, options)
         self._start = start
@@ -233,7 +252,7 @@ class ParallelRunner:
 
     def load(self) -> RunnerFacts:
         self._followers = followers = self._start()
-        self._own = self._make_runner(followers.group)
+        self._own = self._make_runner(followers.world)
         followers.tell(self._load)
         try:
             facts = self._own.load()
@@ -284,4 +303,5 @@ class _Step:
 
     def wait(self) -> StepResult:
         with self._followers.needed():
-            return self._own.wait()
+            result = self._own.wait()
+            return result if self._followers.grid.chooser == 0 else self._followers.result()

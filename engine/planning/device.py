@@ -52,7 +52,10 @@ class RunnerFacts:
     max_batch_tokens: int
     """Tokens of the largest step."""
     num_ahead: int = 0
-    """Steps that may be launched while an earlier one has not been waited for: 0 or 1."""
+    """Steps that may be launched while an earlier one has not been waited for."""
+    num_stages: int = 1
+    """The stages that a step goes through, one after another, each of which may run another step. With several, none may
+    compute a token that a step in flight is to bring: the stages other than the last do not know it."""
     plain_ahead_s: float | None = None
     """If given, none but plain steps run beside the host, and none that is expected to take longer: who arrives while
     one runs may have to wait for the next one, too."""

@@ -8,6 +8,9 @@ A step may be planned while the one before it is in flight. Then a sequence may 
 knows yet, results of a sequence that has ended meanwhile are dropped, and blocks that were given back are free only
 when the step has come back; a sequence that lacks nothing but such blocks sits the step out.
 
+A model that is cut into stages has as many steps in flight, each with its share of the sequences that decode: one whose
+token is in flight sits out the others. The chunks of a prompt follow one another without waiting.
+
 The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's v1 scheduler; preemption recomputes.
 """
 
@@ -19,7 +22,7 @@ from itertools import groupby
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.request import Output, Request, Sequence
+from penstock.engine.planning.request import NO_LIMIT, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.sequences import Counters, Sequences
 from penstock.engine.planning.step import Chunk, StepPlan, StepResult
@@ -107,7 +110,7 @@ class Scheduler:
         allowance = self.queue.allowance(self.sequences.running, decodes, chunked)
         self._scored_left = self.limits.max_scored
         self._note_passed_over()
-        self._tokens_left = min(allowance.num_decodes, self.most_tokens)
+        self._tokens_left = min(allowance.num_decodes, self.most_tokens, self._most_decodes)
         self._plan_decodes(plan, decodes)
         self._tokens_left = min(allowance.num_prefill, self.most_tokens - plan.num_tokens)
         self._plan_prefills(plan, chunked, now)
@@ -144,12 +147,20 @@ class Scheduler:
 
     # Planning running sequences
 
+    @property
+    def _most_decodes(self) -> int:
+        """The sequences that a step decodes: with stages a share of them, so that each stage has a step with others."""
+        num_stages = self.limits.num_stages
+        return NO_LIMIT if num_stages == 1 else -(-len(self.sequences.running) // num_stages)
+
     def _sort_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the running sequences that have one token to compute, and those that have more."""
         running, last = self.sequences.running, self._last
         if last is not None and last.num_tokens > len(last.chunks) and not self.may_be_followed(last):
             # Where drafts in flight are not followed, their sequences sit the step out.
             running = [sequence for sequence in running if not sequence.num_unsure]
+        if self.limits.num_stages > 1:
+            running = [sequence for sequence in running if not sequence.num_pending]
         remaining = [sequence.num_remaining for sequence in running]
         if remaining.count(1) == len(remaining):
             return running[:], []

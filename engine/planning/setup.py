@@ -31,4 +31,5 @@ def fit_limits(limits: SchedulerLimits, facts: RunnerFacts, memory: SequenceMemo
         max_num_seqs=min(limits.max_num_seqs, memory.max_running),
         max_model_len=min(limits.max_model_len, facts.max_model_len),
         max_scored=facts.max_scored,
+        num_stages=facts.num_stages,
     )

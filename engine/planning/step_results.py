@@ -50,6 +50,8 @@ class SchedulerLimits:
     """Prompt and output tokens of one sequence."""
     max_scored: int = NO_LIMIT
     """See `RunnerFacts.max_scored`."""
+    num_stages: int = 1
+    """See `RunnerFacts.num_stages`."""
     kv_shares: tuple[float, ...] = ()
     """The share of the pool by lane: a sequence starts only if the blocks in use, its own included, stay within it.
 

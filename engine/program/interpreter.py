@@ -44,7 +44,7 @@ class Interpreter:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        return Run(self, batch).through(self.program.ops)
+        return Run(self, batch, batch.hidden).through(self.program.ops)
 
 
 class Run:

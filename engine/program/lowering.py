@@ -26,7 +26,8 @@ from penstock.engine.spec import Attention, LatentAttention, Layer, Mlp, ModelSp
 
 
 def decoder_program(spec: ModelSpec, weights: Weights, max_position: int, dtype: torch.dtype) -> Program:
-    """The program of a model.
+    """The program of a model, or of a stage: one after the first goes on from the hidden states of a batch, and one
+    before the last ends with those of all rows.
 
     After the last layer that has a state, or keys and values of its own, no rows are wanted but the sampled ones: they
     are gathered after its mixer.
@@ -36,7 +37,7 @@ def decoder_program(spec: ModelSpec, weights: Weights, max_position: int, dtype:
         dtype: of the embedding.
     """
     scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))  # rows are multiplied by it in their type
-    ops = [Op(kind="embed", time="embed", scale=scale)]
+    ops = [Op(kind="embed", time="embed", scale=scale)] if spec.has_embedding else []
     parts, of_layers = spec.layer_embeddings, weights.layer_embeddings
     if parts is not None and of_layers is not None:
         map = Op(kind="linear", time="embed", target="per_layer", linear=of_layers.map, scale=parts.map_scale)
@@ -45,7 +46,9 @@ def decoder_program(spec: ModelSpec, weights: Weights, max_position: int, dtype:
     tables = RotaryTables(spec, max_position, weights.final_norm.device)
     for number, (layer, own) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         ops += _Lowering(number, layer, own, tables, gathers=number == spec.last_with_keys).ops()
-    return _program(spec, [*ops, _finish(spec, weights.final_norm)], weights.rows, max_position)
+    if spec.has_head:
+        ops.append(_finish(spec, weights.final_norm))
+    return _program(spec, ops, weights.rows, max_position)
 
 
 def head_program(

@@ -125,10 +125,13 @@ class LayerEmbeddingWeights:
 @dataclass(slots=True)
 class Weights:
     embedding: Tensor | Linear
-    """[vocab, hidden], or a linear map whose rows it is: see `Kernels.keeps_narrow`."""
+    """[vocab, hidden], or a linear map whose rows it is: see `Kernels.keeps_narrow`. A stage after the first has no
+    rows."""
     layers: list[LayerWeights]
     final_norm: Tensor
+    """[hidden]; empty in a stage before the last."""
     lm_head: Linear
+    """Makes logits; in a stage before the last, it returns the hidden states that it is given."""
     is_tied: bool
     """Whether the rows of the output head are the embedding's; with ranks, they are not to be read from it."""
     layer_embeddings: LayerEmbeddingWeights | None = None

@@ -161,8 +161,24 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a stage, which has some consecutive layers of a model, has to know of the whole."""
+
+    number: int
+    """The first stage, 0, has the embedding."""
+    count: int
+    """The stages of the model, the last of which has the final norm and the output head."""
+    first_layer: int
+    """The number in the model of the stage's first layer; the stage's own numbers begin with 0."""
+    windows: tuple[int, ...]
+    """The windows of the model's block tables, which a sequence has on all stages: see `KVLayout.windows`."""
+    context_window: int
+    """See `ModelConfig.context_window`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder: an embedding, layers, a final norm, and an output head."""
+    """A decoder: an embedding, layers, a final norm, and an output head; or a stage of one."""
 
     hidden_size: int
     layers: tuple[Layer, ...]
@@ -178,6 +194,23 @@ class ModelSpec:
     layer_embeddings: LayerEmbeddings | None = None
     """The embeddings that the layers with a `LayerEmbedding` read."""
     prediction: Prediction | None = None
+    stage: Stage | None = None
+    """The stage that the layers are, if they are not a whole model."""
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether it begins with token ids, and not with the hidden states of another stage."""
+        return self.stage is None or self.stage.number == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it ends with the final norm and the output head, and not with hidden states for another stage."""
+        return self.stage is None or self.stage.number == self.stage.count - 1
+
+    @property
+    def first_layer(self) -> int:
+        """The number of its first layer in the whole model."""
+        return 0 if self.stage is None else self.stage.first_layer
 
     @property
     def attentions(self) -> dict[int, Attention | LatentAttention]:
@@ -211,4 +244,5 @@ class ModelSpec:
             yield from ((f"model.layers.{number}.{norm.name}", norm) for norm in layer.norms().values())
         if self.layer_embeddings is not None:
             yield self.layer_embeddings.norm.name, self.layer_embeddings.norm
-        yield self.final_norm.name, self.final_norm
+        if self.has_head:
+            yield self.final_norm.name, self.final_norm

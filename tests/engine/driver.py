@@ -74,9 +74,9 @@ class Driver:
             expert_parallel=expert_parallel,
         )
 
-        ranks = None if followers is None else followers.group
+        world = None if followers is None else followers.world
         self.runner = ModelRunner(
-            lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft, ranks)
+            lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft, world)
         )
         self.runs: Runner = self.runner
         """The object that runs the steps: the runner itself, or all ranks, of which it is the first."""

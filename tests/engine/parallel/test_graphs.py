@@ -24,14 +24,19 @@ NUM_LAYERS = 2
 
 
 class FirstOfTwo:
-    """Rank 0, whose other rank has nothing: each call is an operation of the device, and counted."""
+    """Rank 0 of one stage, whose other rank has nothing: each call is an operation of the device, and counted."""
 
     rank, size = 0, 2
+    stage, num_stages = 0, 1
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.captured: Counter[str] = Counter()
         """Counts the calls that were made while a graph was recorded."""
+
+    @property
+    def ranks(self) -> FirstOfTwo:
+        return self
 
     def sum(self, x: Tensor) -> Tensor:
         self._count("sum")
@@ -48,6 +53,12 @@ class FirstOfTwo:
     def least(self, number: int) -> int:
         self._count("least")
         return number
+
+    def receive(self, hidden: Tensor) -> None:
+        raise AssertionError("there is one stage")
+
+    def send(self, hidden: Tensor) -> None:
+        raise AssertionError("there is one stage")
 
     def _count(self, name: str) -> None:
         self.calls[name] += 1
@@ -71,7 +82,7 @@ def test_replayed_steps_ask_the_ranks_for_nothing_that_is_not_in_the_graphs(
     ranks = FirstOfTwo()
     with patched(monkeypatch) as cuda:
         runner = ModelRunner(
-            lambda: load_model(folder, options, lambda _: None, lambda *_: None, ranks=ranks)
+            lambda: load_model(folder, options, lambda _: None, lambda *_: None, world=ranks)
         )
         runner.load()
         num_passes = len(runner.steps.passes.graphs)

@@ -21,7 +21,7 @@ from penstock.engine.config import MAX_DRAFTS, LoadOptions
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_tokenizer
 from penstock.engine.model.split import check_split
-from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.group import Grid
 from penstock.engine.parallel.leader import Followers, ParallelRunner
 from penstock.engine.planning.device import DeviceError, RunnerFacts, StepInFlight
 from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
@@ -58,7 +58,7 @@ class Pool:
     def of(self, size: int) -> Followers:
         if size != self._size:
             self.close()
-            self._followers, self._size = Followers(size), size
+            self._followers, self._size = Followers(Grid(size)), size
             self._followers.join()
         return self._followers
 
@@ -150,8 +150,9 @@ def test_two_ranks_serve_every_family(pool: Pool, family: str, tmp_path: Path) -
 class Exchange:
     """Notes the calls of rank 0 that choosing tokens takes, and the bytes that it gives or gets by each."""
 
-    def __init__(self, group: Group, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, followers: Followers, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
+        group = followers.world.ranks
         for name in ("gather", "copy_first"):
             patch.setattr(group, name, partial(self._call, name, getattr(group, name)))
 
@@ -184,7 +185,7 @@ def test_without_filters_no_logits_are_exchanged(
     """A score, a token and whether all is well of each row, on each rank, and the tokens of one process."""
     folder, followers = checkpoint("llama", tmp_path, num_attention_heads=4), pool.of(size)
     alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
-    exchange = Exchange(followers.group, monkeypatch)
+    exchange = Exchange(followers, monkeypatch)
     alone.run(*unfiltered())
     for request in unfiltered():
         together.queue.put(request, 0.0)
@@ -224,7 +225,7 @@ def test_whole_logits_are_exchanged_where_they_are_needed(
     """By one row: its logits are 259 numbers on either rank, with one as padding."""
     folder, followers = checkpoint("llama", tmp_path), pool.of(2)
     alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
-    exchange = Exchange(followers.group, monkeypatch)
+    exchange = Exchange(followers, monkeypatch)
     for driver in (alone, together):
         driver.run(ask("r", prompt(8, 30), **sampling))
     assert exchange.calls == 6 * calls
@@ -237,7 +238,7 @@ def test_a_prompt_that_goes_on_exchanges_nothing_but_sums(
     followers = pool.of(2)
     driver = Driver(checkpoint("mistral", tmp_path), num_blocks=60, followers=followers)
     driver.fresh(budget=16)
-    exchange = Exchange(followers.group, monkeypatch)
+    exchange = Exchange(followers, monkeypatch)
     driver.queue.put(ask("r", prompt(8, 40)), 0.0)
     for num_calls in (0, 0, 1):
         driver.step()
@@ -247,7 +248,7 @@ def test_a_prompt_that_goes_on_exchanges_nothing_but_sums(
 def test_each_rank_masks_its_part_by_a_grammar(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, eos = read_tokenizer(DEMO_MODEL), read_config(DEMO_MODEL).eos_token_ids
     texts, followers = list[list[list[int]]](), pool.of(2)
-    exchange = Exchange(followers.group, monkeypatch)
+    exchange = Exchange(followers, monkeypatch)
     for ranks in (None, followers):
         driver = Driver(
             DEMO_MODEL, grammars=Grammars(tokenizer, eos), sink=TextSink(tokenizer, eos), followers=ranks
@@ -271,7 +272,7 @@ def test_drafts_are_verified_by_candidates(
     together = Driver(folder, num_blocks=60, followers=followers, max_drafts=MAX_DRAFTS)
     alone.run(*unfiltered())
     expected = {key: alone.tokens(*key) for key in alone.outputs}
-    exchange = Exchange(followers.group, monkeypatch)
+    exchange = Exchange(followers, monkeypatch)
     together.fresh(proposer=AnswerProposer(expected, accuracy))
     together.run(*unfiltered())
     assert {key: together.tokens(*key) for key in together.outputs} == expected

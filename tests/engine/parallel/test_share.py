@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.share import ranked
+from penstock.engine.execution.share import own_kernels
 from penstock.engine.kernels.ops import reference_kernels
-from penstock.engine.kernels.ranks import Ranks
+from penstock.engine.kernels.ranks import World
 from tests.engine.sampling.cases import VOCAB, holding, make_sequence, sample
 
 
@@ -29,7 +29,7 @@ def test_a_kernel_that_another_rank_does_not_have_chooses_no_token() -> None:
 
     alone = SimpleNamespace(rank=1, size=2, gather=gather, least=lambda _: 0)
     kernels = replace(reference_kernels(torch.device("cpu"), torch.float32), choose=fail)
-    choose = ranked(kernels, cast("Ranks", alone)).choose
+    choose = own_kernels(kernels, cast("World", SimpleNamespace(ranks=alone))).choose
     sequences = [make_sequence({"seed": seed}) for seed in range(4)]
     sampler, logits = holding(sequences, choose=choose), torch.zeros(4, VOCAB // 2)
     tokens = sample(sampler, logits, dict(enumerate(sequences)))
