@@ -41,7 +41,9 @@ def cut_config(config: ModelConfig, num_stages: int, number: int) -> ModelConfig
     if spec.layer_embeddings is not None:
         raise CheckpointError(f"{name}: the model's layers have embeddings of their own, which are not cut")
     if any(attention.shares is not None for attention in config.attentions):
-        raise CheckpointError(f"{name}: layers of the model read the keys of others, from which they are not cut")
+        raise CheckpointError(
+            f"{name}: layers of the model read the keys of others, from which they are not cut"
+        )
     sizes = [_num_weights(layer) for layer in config.layers]
     ends = config.vocab_rows * config.hidden_size
     sizes[0], sizes[-1] = sizes[0] + ends, sizes[-1] + ends

@@ -20,7 +20,15 @@ from penstock.engine.spec.experts import (
 from penstock.engine.spec.feed_forward import ACTIVATIONS, Mlp
 from penstock.engine.spec.latent import LatentAttention
 from penstock.engine.spec.maps import Groups, HeadOrder, LinearMap, Norm, Rows, Vector
-from penstock.engine.spec.model import Layer, LayerEmbedding, LayerEmbeddings, Mixer, ModelSpec, Prediction, Stage
+from penstock.engine.spec.model import (
+    Layer,
+    LayerEmbedding,
+    LayerEmbeddings,
+    Mixer,
+    ModelSpec,
+    Prediction,
+    Stage,
+)
 from penstock.engine.spec.state_mixers import GatedDelta, Mamba2, ShortConv, StateMixer, state_floats
 
 __all__ = [

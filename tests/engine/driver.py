@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,13 @@ from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.launching import launch_fitting
 from penstock.engine.model.drafts import DraftSource
 from penstock.engine.parallel.leader import Followers, ParallelRunner
-from penstock.engine.planning.device import Runner
+from penstock.engine.planning.device import Runner, StepInFlight
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.masks import StepMasks
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import make_memory
-from penstock.engine.planning.step import StepPlan, StepResult
+from penstock.engine.planning.step import StepPlan
 from penstock.engine.text.grammar import CompiledGrammar
 from penstock.engine.text.grammars import Grammars
 from penstock.priority.queue import LaneQueue
@@ -117,10 +118,13 @@ class Driver:
             max_num_seqs=min(self.max_num_seqs, self.tables.max_running),
             max_model_len=10_000,
             max_scored=max_scored or facts.max_scored,
+            num_stages=facts.num_stages,
         )
         has_drafts = proposer is not None or model
         drafting = Drafting(proposer, self.facts.max_drafts, has_model=model) if has_drafts else None
         self.scheduler = Scheduler(self.queue, self.tables, self.sink, limits, drafting)
+        self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
+        """As many as there are stages, at most; one, and landed at once, if the model is whole."""
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 
     def run(self, *requests: Request, before_step: Callable[[int], None] = lambda _: None) -> None:
@@ -139,14 +143,23 @@ class Driver:
         self.runs.forget(self.scheduler.sequences.take_departed())
         if self.masks is not None:
             plan.masks = self.masks.of(plan)
-        result = launch_fitting(self.runs, self.scheduler, plan).wait() if plan.chunks else StepResult([])
-        outputs = self.scheduler.commit(plan, result, 0.0)
-        if (drafting := self.scheduler.drafting) is not None and plan.chunks:
+        num_left = len(self.flights) - 1
+        if plan.chunks:
+            self.flights.append((plan, launch_fitting(self.runs, self.scheduler, plan)))
+            num_left = self.facts.num_stages - 1
+        while len(self.flights) > max(0, num_left):
+            self.land()
+        return plan
+
+    def land(self) -> None:
+        """The oldest step in flight comes back."""
+        plan, step = self.flights.popleft()
+        outputs = self.scheduler.commit(plan, step.wait(), 0.0)
+        if (drafting := self.scheduler.drafting) is not None:
             drafting.observe(plan, 1.0)
         for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
         self.runs.forget(self.scheduler.sequences.take_departed())
-        return plan
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         return [token for output in self.outputs[name, index] for token in output.token_ids]

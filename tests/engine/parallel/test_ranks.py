@@ -6,8 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,120 +15,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.app.checkpoint import DEMO_MODEL
 from penstock.engine.config import MAX_DRAFTS, LoadOptions
 from penstock.engine.errors import CheckpointError
-from penstock.engine.model.checkpoint import read_config, read_tokenizer
+from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.split import check_split
-from penstock.engine.parallel.group import Grid
 from penstock.engine.parallel.leader import Followers, ParallelRunner
 from penstock.engine.planning.device import DeviceError, RunnerFacts, StepInFlight
-from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import StepPlan
-from penstock.engine.planning.text_sink import TextSink
-from penstock.engine.text.grammar import Grammar, GrammarKind
-from penstock.engine.text.grammars import Grammars
-from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike
+from tests.engine.parallel.comparing import MODELS, SHARED, Pool, ask, checkpoint, compare, prompt, scores
 from tests.engine.test_drafts import AnswerProposer, num_accepted
-from tests.engine.test_thinking import FORCED, Numbers, budget_of
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    # One key-value head, which all ranks have; biases, which one rank adds; a vocabulary that is padded.
-    "llama": (
-        "llama",
-        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "vocab_size": 517},
-    ),
-    "mistral": ("mistral", {}),
-    "qwen2": ("qwen2", {"vocab_size": 515}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
-}
-
-
-class Pool:
-    """The ranks that the tests share: as many as the test before asked for, or they are started anew."""
-
-    def __init__(self) -> None:
-        self._size = 1
-        self._followers: Followers
-
-    def of(self, size: int) -> Followers:
-        if size != self._size:
-            self.close()
-            self._followers, self._size = Followers(Grid(size)), size
-            self._followers.join()
-        return self._followers
-
-    def close(self) -> None:
-        if self._size > 1:
-            self._followers.close()
-            self._size = 1
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    ranks = Pool()
-    yield ranks
-    ranks.close()
-
-
-def checkpoint(name: str, folder: Path, **overrides: Any) -> Path:
-    family, own = MODELS[name]
-    return make_checkpoint(family, folder, **{"num_hidden_layers": 2, **own, **overrides})
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(3, 500), k=length))
-
-
-def ask(name: str, token_ids: tuple[int, ...], n: int = 1, **sampling: Any) -> Request:
-    params = SamplingParams(**{"max_tokens": 6, "seed": 7, **sampling})
-    return Request(request_id=name, prompt_token_ids=token_ids, sampling=params, n=n)
-
-
-SHARED = prompt(0, 40)
-REQUESTS = (
-    ask("greedy", SHARED + prompt(1, 9), temperature=0.0, num_logprobs=2),
-    ask("choices", SHARED + prompt(2, 3), n=3, temperature=1.3),
-    ask("filters", prompt(3, 33), top_p=0.8, top_k=40, min_p=0.01, num_prompt_logprobs=1),
-    ask("penalties", prompt(4, 5), repetition_penalty=1.3, presence_penalty=0.5, logit_bias={9: 4.0}),
-    ask("thoughts", prompt(6, 9), thinking=budget_of(2)),
-    replace(ask("beams", prompt(5, 18), n=3, temperature=0.0), beams=BeamParams(length_penalty=0.5)),
-)
-
-
-def run(driver: Driver) -> dict[tuple[str, int], list[int]]:
-    """Prompts in pieces of at most 23 tokens, two preemptions, then the prompts again as prefix hits."""
-    driver.fresh(budget=23)
-
-    def preempt(step: int) -> None:
-        if step in (4, 7):
-            driver.scheduler.sequences.preempt(driver.scheduler.sequences.running[-1])
-
-    driver.run(*REQUESTS, before_step=preempt)
-    assert driver.scheduler.sequences.counters.num_preemptions == 2
-    driver.run(ask("again", SHARED + prompt(1, 9), temperature=0.0))
-    assert driver.scheduler.sequences.counters.num_prefix_hit_tokens >= 32
-    return {key: driver.tokens(*key) for key in driver.outputs}
-
-
-def scores(driver: Driver, name: str) -> list[float]:
-    """The log probabilities of a prompt's tokens."""
-    found = driver.outputs[name, 0][0].prompt_logprobs
-    assert found is not None
-    return [at.logprob for at in found]
-
-
-def compare(followers: Followers, folder: Path, **options: Any) -> None:
-    alone = Driver(folder, num_blocks=60, sink=Numbers())
-    together = Driver(folder, num_blocks=60, followers=followers, sink=Numbers(), **options)
-    assert together.facts.num_blocks == 60
-    answers = run(together)
-    assert answers == run(alone)
-    assert tuple(answers["thoughts", 0][2:5]) == FORCED
-    assert scores(together, "filters") == pytest.approx(scores(alone, "filters"), abs=1e-4, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -246,18 +143,9 @@ def test_a_prompt_that_goes_on_exchanges_nothing_but_sums(
 
 
 def test_each_rank_masks_its_part_by_a_grammar(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, eos = read_tokenizer(DEMO_MODEL), read_config(DEMO_MODEL).eos_token_ids
-    texts, followers = list[list[list[int]]](), pool.of(2)
+    alone, followers = guided(None), pool.of(2)
     exchange = Exchange(followers, monkeypatch)
-    for ranks in (None, followers):
-        driver = Driver(
-            DEMO_MODEL, grammars=Grammars(tokenizer, eos), sink=TextSink(tokenizer, eos), followers=ranks
-        )
-        grammar = Grammar(GrammarKind.REGEX, "(yes|no)( [a-z]{2,5}){3}")
-        asked = [ask(f"{i}", prompt(i, 9), grammar=grammar, max_tokens=30, seed=i) for i in range(4)]
-        driver.run(*asked)
-        texts.append([driver.tokens(f"{i}") for i in range(4)])
-    assert texts[0] == texts[1]
+    assert guided(followers) == alone
     assert {name for name, _ in exchange.calls} == {"gather"}
     assert max(num_bytes for _, num_bytes in exchange.calls) == 12 * 4
 
@@ -296,18 +184,7 @@ def test_ranks_share_experts_or_the_rows_of_each(
 
 def test_prompts_are_pooled(pool: Pool, tmp_path: Path) -> None:
     folder = checkpoint("qwen2", tmp_path)
-    request = Request(
-        request_id="r",
-        prompt_token_ids=SHARED,
-        sampling=SamplingParams(max_tokens=0),
-        pooling=Pooling.MEAN,
-    )
-    found = []
-    for ranks in (None, pool.of(2)):
-        driver = Driver(folder, num_blocks=60, followers=ranks)
-        driver.run(request)
-        found.append(driver.outputs["r", 0][0].embedding)
-    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert embedding(folder, pool.of(2)) == pytest.approx(embedding(folder, None), abs=1e-4)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
