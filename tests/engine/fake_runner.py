@@ -71,6 +71,7 @@ class FakeRunner:
         self.window = 0 if 0 in windows else max(windows)
         self.max_batch_tokens = 1 << 30
         self.num_ahead = 0
+        self.num_stages = 1
         self.num_tokens = 0
         self.fault: Exception | None = None
         """Raised, once, by the next step."""
@@ -97,6 +98,7 @@ class FakeRunner:
             block_size=self.block_size,
             max_batch_tokens=self.max_batch_tokens,
             num_ahead=self.num_ahead,
+            num_stages=self.num_stages,
             num_states=len(self.states.states) if self.states else 0,
             num_pending=self.states.num_pending if self.states else 0,
         )

@@ -95,6 +95,7 @@ class Run:
             max_batch_tokens=workload.budget,
             max_num_seqs=workload.max_num_seqs,
             max_model_len=workload.max_model_len,
+            num_stages=self.runner.num_stages,
         )
         self.scheduler = Scheduler(self.queue, self.tables, sink or FakeSink(), limits)
         self.steps: list[Step] = []
@@ -191,7 +192,8 @@ class Run:
             self.flights.append((plan, launch_fitting(self.runner, self.scheduler, plan)))
         self._watch(self, plan)
         outputs: list[Output] = []
-        while len(self.flights) > (self.runner.num_ahead if plan.chunks else 0):
+        num_left = self.runner.num_ahead if plan.chunks else len(self.flights) - 1
+        while len(self.flights) > max(0, num_left):
             outputs += self.land()
         return outputs
 

@@ -25,7 +25,18 @@ from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import StepPlan
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY, unlike
-from tests.engine.parallel.comparing import MODELS, SHARED, Pool, ask, checkpoint, compare, prompt, scores
+from tests.engine.parallel.comparing import (
+    MODELS,
+    SHARED,
+    Pool,
+    ask,
+    checkpoint,
+    compare,
+    embedding,
+    guided,
+    prompt,
+    scores,
+)
 from tests.engine.test_drafts import AnswerProposer, num_accepted
 
 
