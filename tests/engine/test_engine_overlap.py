@@ -143,6 +143,23 @@ def test_the_next_step_is_launched_before_one_is_waited_for(harness: EngineHarne
     assert harness.runner.num_unknown == 3
 
 
+def test_a_model_in_stages_has_a_step_in_flight_for_each(harness: EngineHarness) -> None:
+    """Three prompts in one step, then a sequence in each: a step is waited for when each stage has one."""
+    harness.runner.num_stages, harness.runner.num_ahead = 3, 2
+    for number in range(3):
+        harness.submit(f"r{number}", [number, 2, 3], max_tokens=3)
+    harness.start()
+    for number in range(3):
+        harness.assert_whole(f"r{number}", [number, 2, 3])
+    harness.stop()
+    launch, wait = "launch", "wait"
+    assert harness.runner.asked == [
+        (launch, 1), (wait, 1), (launch, 2), (launch, 3), (launch, 4), (wait, 2), (launch, 5), (wait, 3),
+        (launch, 6), (wait, 4), (launch, 7), (wait, 5), (wait, 6), (wait, 7),
+    ]  # fmt: skip
+    assert harness.runner.num_unknown == 0
+
+
 def test_while_drafts_may_be_had_a_step_is_waited_for_before_the_next_is_planned(
     harness: EngineHarness,
 ) -> None:

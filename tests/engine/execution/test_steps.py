@@ -118,6 +118,7 @@ class StepDriver:
         runner: Runner,
         *,
         num_ahead: int = 1,
+        num_stages: int = 1,
         budget: int = 32,
         num_blocks: int = 60,
         block_size: int = 16,
@@ -129,7 +130,9 @@ class StepDriver:
         self.num_ahead = num_ahead
         self.queue = LaneQueue(Lock())
         self.tables = tables = tables or SequenceMemory(num_blocks, block_size, prefix_cache=prefix_cache)
-        limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
+        limits = SchedulerLimits(
+            max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200, num_stages=num_stages
+        )
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.flights: deque[tuple[StepPlan, StepInFlight]] = deque()
         self.outputs: dict[tuple[str, int], list[Output]] = {}
