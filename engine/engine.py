@@ -4,7 +4,7 @@ One thread owns everything that computes: it loads the model, plans, launches an
 threads put requests into the queue, call `wake`, and call `cancel`; a step's results leave in one StepReport.
 
 On a device that runs concurrently with the host, a step is planned and launched before the one before it is waited for,
-unless that one has drafts, or this one is to have drafts, that the host has to know. Where the model is cut into stages,
+unless that one has drafts, or this one is to have drafts, that the host has to know. Of a model that is cut into stages
 as many steps are in flight. Without such a device, the loop is the same, and each step has ended before the next is
 planned.
 """

@@ -3,7 +3,7 @@
 A decoder is split as Megatron-LM splits it (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
 Models Using Model Parallelism", 2019): each rank has some outputs of the maps into attention and into the feed-forward
 part, and some inputs of the maps out, so that a layer needs two sums over the ranks. Embedding and output head are
-split by their vocabulary.
+split by their vocabulary. Where the layers are cut into stages, each stage has such ranks (`World`).
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class RunnerFacts:
     num_ahead: int = 0
     """Steps that may be launched while an earlier one has not been waited for."""
     num_stages: int = 1
-    """The stages that a step goes through, one after another, each of which may run another step. With several, none may
-    compute a token that a step in flight is to bring: the stages other than the last do not know it."""
+    """The stages that a step goes through, each of which may run another step. With several, none may compute a token
+    that a step in flight is to bring: the stages before the last do not know it."""
     plain_ahead_s: float | None = None
     """If given, none but plain steps run beside the host, and none that is expected to take longer: who arrives while
     one runs may have to wait for the next one, too."""

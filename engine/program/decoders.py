@@ -18,8 +18,8 @@ from penstock.engine.program.ops import Program
 from penstock.engine.program.parameters import Weights
 
 ForwardPass = Callable[[Batch], Tensor]
-"""The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm; of a stage before
-the last, those [T, hidden] of all rows, with which the next stage goes on.
+"""The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm. Those of a stage
+before the last make the hidden states [T, hidden] of all rows, with which the next stage goes on.
 
 The step's keys and values go into the KV cache. The output head makes logits of the hidden states.
 """

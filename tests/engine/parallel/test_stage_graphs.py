@@ -116,7 +116,10 @@ LONG = pytest.mark.long("stages of which some have no graphs")
 
 @pytest.mark.parametrize(
     "with_graphs",
-    [(True, True), *(pytest.param(some, marks=LONG) for some in ((True, False), (False, True), (False, False)))],
+    [
+        (True, True),
+        *(pytest.param(some, marks=LONG) for some in ((True, False), (False, True), (False, False))),
+    ],
     ids=str,
 )
 def test_graphs_of_stages_change_no_token(
