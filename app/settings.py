@@ -212,8 +212,8 @@ class EngineSettings(CommonSettings):
     --tensor-parallel says. They do not use drafts."""
 
     expert_parallel: Literal["auto", "on", "off"] = "auto"
-    """How the processes of --tensor-parallel divide a model's experts: on gives each some whole experts, off some rows of
-    every expert; auto chooses by the experts' size."""
+    """How the processes of --tensor-parallel divide a model's experts: on gives each some whole experts, off some rows
+    of every expert; auto chooses by the experts' size."""
 
     threads: int | None = Field(default=None, ge=1)
     """Threads of the model on a CPU, at most four per core; by default, one per core."""
