@@ -165,8 +165,7 @@ class Admission:
         by_lane = {lane: num for lane in Lane if (num := lanes.count(lane))}
         if decodes and chunked:  # what the step reads is not that of streams alone
             self.context_each = num_context / len(decodes)
-        num_before = chunked[0].num_computed if chunked else 0
-        allowance = self.planner.allowance(Streams(by_lane, num_context), self._lively(now), num_before)
+        allowance = self.planner.allowance(Streams(by_lane, num_context), self._lively(now))
         self._num_prefill = allowance.num_prefill
         return allowance
 

@@ -76,24 +76,29 @@ class StepPlanner:
         """The paces by these coefficients of the model, `_paced`."""
         self._paced: list[float] | None = None
 
-    def allowance(self, streams: Streams, lively: Iterable[Lane], num_before: float = 0.0) -> Allowance:
+    def allowance(self, streams: Streams, lively: Iterable[Lane]) -> Allowance:
         """Returns the allowance of a step.
 
         Args:
             lively: lanes in which requests are to be expected.
-            num_before: tokens of the prompt that is computed next, before those to compute.
         """
         if not self.model.is_known:
             return UNLIMITED
         tpot_s = self._tpot_s(streams)
         num_decode = self._num_decodes(streams, tpot_s)
         newcomer_s = min((self.policies[lane].ttft_s for lane in lively), default=inf) / _STEPS_PER_TTFT
-        num_context = streams.num_context + num_before
         num_prefill = min(
-            max(least, self._num_prefill(cap_s, num_decode, num_context, num_before))
+            max(least, self._num_prefill(cap_s, num_decode, streams.num_context))
             for cap_s, least in ((tpot_s, _LEAST_PREFILL), (newcomer_s, self._half_efficient()))
         )
-        return Allowance(max(1, num_decode), max(num_prefill, _LEAST_PREFILL), min(tpot_s, newcomer_s))
+        return Allowance(
+            max(1, num_decode),
+            max(num_prefill, _LEAST_PREFILL),
+            min(tpot_s, newcomer_s),
+            self.model.attended_each,
+            self.model.context_each,
+            _LEAST_PREFILL,
+        )
 
     def pace(self, streams: Streams, lively: Iterable[Lane], max_batch_tokens: int) -> PromptPace:
         """Returns the pace of prompts while these streams run."""
@@ -166,9 +171,9 @@ class StepPlanner:
         too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
         return streams.num - min(too_many, patient - -(-patient // _CATCH_UP))
 
-    def _num_prefill(self, cap_s: float, num_decode: int, num_context: float, num_before: float) -> int:
-        """Returns the prompt tokens for which a step of `cap_s` has room after its decodes."""
-        fitting = self.model.prefill_within(cap_s, num_decode, num_context, num_before)
+    def _num_prefill(self, cap_s: float, num_decode: int, num_context: float) -> int:
+        """Returns the first tokens of a prompt for which a step of `cap_s` has room after its decodes."""
+        fitting = self.model.prefill_within(cap_s, num_decode, num_context)
         return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN
 
 

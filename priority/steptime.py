@@ -78,6 +78,12 @@ class StepTimeModel:
         return epsilon / beta if beta > 0 else 0.0
 
     @property
+    def context_each(self) -> float:
+        """The prompt tokens that take as long as reading the KV of one token, once in a step."""
+        _, beta, _, delta, _ = self.coefficients[: len(NAMES)]
+        return delta / beta if beta > 0 else 0.0
+
+    @property
     def experts_s(self) -> float:
         """The time that all experts take to read; 0 if there are none."""
         return self.coefficients[-1] if self.chosen_share else 0.0
@@ -95,19 +101,16 @@ class StepTimeModel:
         rest_s = self.experts_s * (1.0 - self._touched(num_decode)) if self.chosen_share else 0.0
         return self.seconds(0, num_decode, num_context) + rest_s
 
-    def prefill_within(
-        self, seconds: float, num_decode: float, num_context: float, num_before: float = 0.0
-    ) -> float:
-        """Returns the prefill tokens that a step of at most `seconds` has room for; can be negative, or infinite.
+    def prefill_within(self, seconds: float, num_decode: float, num_context: float) -> float:
+        """Returns the first tokens of a prompt that a step of at most `seconds` has room for.
 
-        Args:
-            num_before: tokens of the prompt that come before them.
+        The number can be negative, or infinite.
         """
         _, beta, _, _, epsilon = self.coefficients[: len(NAMES)]
-        left_s, each_s = seconds - self.seconds(0, num_decode, num_context), beta + epsilon * num_before
-        if each_s <= 0 or left_s == inf:
+        left_s = seconds - self.seconds(0, num_decode, num_context)
+        if beta <= 0 or left_s == inf:
             return inf
-        within = partial(_solved, each_s, epsilon)
+        within = partial(_solved, beta, epsilon)
         if left_s <= 0 or not self.experts_s:
             return within(left_s)
         return self._search(within, left_s, num_decode)
@@ -187,9 +190,9 @@ def _seconds(coefficients: Sequence[float], amounts: Sequence[float]) -> float:
     return sum([each * amount for each, amount in zip(coefficients, amounts, strict=True)])
 
 
-def _solved(each_s: float, epsilon: float, left_s: float) -> float:
-    """Returns the x that solves each_s * x + epsilon * x^2 / 2 = left_s."""
-    return 2 * left_s / (each_s + sqrt(each_s**2 + 2 * epsilon * max(0.0, left_s)))
+def _solved(beta: float, epsilon: float, left_s: float) -> float:
+    """Returns the x that solves beta * x + epsilon * x^2 / 2 = left_s."""
+    return 2 * left_s / (beta + sqrt(beta**2 + 2 * epsilon * max(0.0, left_s)))
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

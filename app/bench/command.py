@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from penstock.app.arguments import count, listed, not_negative, one_of
-from penstock.app.bench.workloads import WORKLOADS
+from penstock.app.bench.workloads import USUAL, WORKLOADS
 from penstock.app.errors import OperatorError
 from penstock.app.kernels import check_level
 from penstock.app.outputs import check_output, write_figures
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_workloads,
         action="extend",
         metavar="NAME,NAME",
-        help=f"only these workloads, some of {','.join(WORKLOADS)}, or all",
+        help=f"only these workloads, some of {','.join(WORKLOADS)}; all are {','.join(USUAL)}",
     )
     parser.add_argument(
         "--url",
@@ -128,4 +128,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _workloads(text: str) -> list[str]:
-    return list(WORKLOADS) if text == "all" else listed(one_of([*WORKLOADS, "all"]))(text)
+    return list(USUAL) if text == "all" else listed(one_of([*WORKLOADS, "all"]))(text)

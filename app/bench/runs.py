@@ -91,8 +91,11 @@ def _promise(options: argparse.Namespace) -> Row:
 def run_workloads(options: argparse.Namespace) -> Row:
     """The fixed workloads, each dtype on a server of its own, or on one that runs already."""
     subject = _one_subject(options)
+    workloads = [WORKLOADS[name] for name in options.workload]
     other = None if options.url is None else OtherServer.at(options.url)
-    if other is not None:
+    if other is None:
+        _check_positions(subject, workloads)
+    else:
         subject = replace(subject, served_as=other.model)
     ceilings, rows = measure_ceilings(), list[Row]()
     for dtype in options.dtype if other is None else options.dtype[:1]:
@@ -101,8 +104,8 @@ def run_workloads(options: argparse.Namespace) -> Row:
             start_server(subject, dtype, type_arguments(options)) if other is None else nullcontext(other)
         )
         with serving as server:
-            for name in options.workload:
-                row = _http(server, subject, label, WORKLOADS[name])
+            for workload in workloads:
+                row = _http(server, subject, label, workload)
                 sizes = Sizes.of(dtype, options.quantize, options.kv_dtype, subject.stored)
                 rows.append(row | {"sizes": asdict(sizes)})
     ceilings = ceilings.or_better(measure_ceilings())
@@ -113,6 +116,16 @@ def run_workloads(options: argparse.Namespace) -> Row:
     results: Row = {"machine": machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
     return results
+
+
+def _check_positions(subject: Subject, workloads: Sequence[Workload]) -> None:
+    """Raises OperatorError for a workload whose sequences are longer than the model's."""
+    for workload in workloads:
+        if workload.num_positions > subject.max_length:
+            raise OperatorError(
+                f"{workload.name} needs {workload.num_positions:,} positions, and {subject.name} has "
+                f"{subject.max_length:,}; give a --model with more"
+            )
 
 
 def run_ladder(options: argparse.Namespace) -> Row:

@@ -37,6 +37,11 @@ class Workload:
     service_tier: str = "flex"
     """The lane of the streams: of the batch lane nobody is refused."""
 
+    @property
+    def num_positions(self) -> int:
+        """The positions that its longest sequence takes."""
+        return self.shared_tokens + self.prompt_tokens + self.output_tokens
+
     def alone(self) -> tuple[Workload, Workload]:
         """The streams and the interactive requests, each without the other."""
         return (
@@ -113,8 +118,11 @@ WORKLOADS = {
             interactive=Interactive(every_s=1.0, prompt_tokens=64, output_tokens=32),
         ),
         Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64),
+        Workload(name="W6", streams=16, prompt_tokens=32, shared_tokens=100_000, output_tokens=64),
     )
 }
+USUAL = ("W1", "W2", "W3", "W4", "W5")
+"""Those that fit into the positions of most models."""
 
 
 _HEROES = (

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens, TableStep
+from penstock.engine.planning.followed_table import FollowedTable
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Chunk, StepPlan
 
@@ -72,7 +73,7 @@ class Seat:
     """Tokens whose KV is written; -1 if nothing of the row is known but the token sampled last."""
     sampled_at: int = -1
     """The position of the token that was sampled last, if its value is in the table; else -1."""
-    blocks: list[int] = field(default_factory=list)
+    table: FollowedTable = field(default_factory=FollowedTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ class Seats:
         for chunk in plan.chunks:
             seat = self._seat_of.get(chunk.sequence)
             if seat is not None:
-                seat.length, seat.blocks = -1, []
+                seat.length, seat.table = -1, FollowedTable()
 
     def decode_tokens(self, seats: Tensor, num_blocks: int) -> StepTokens:
         """A decode step over these seats, padding included."""
@@ -212,7 +213,9 @@ class Seats:
         for seat, chunk in zip(seats, plan.chunks, strict=True):
             # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
             is_next = chunk.start == seat.length == seat.sampled_at and chunk.num_tokens == 1
-            if not is_next or len(chunk.sequence.block_table) != len(seat.blocks) or plan.copies:
+            sequence, known = chunk.sequence, seat.table
+            is_known = len(sequence.block_table) == known.num_blocks and len(sequence.rewritten) == known.num_rewritten
+            if not (is_next and is_known):
                 changes.note(seat, chunk, is_decode=is_decode)
         return changes
 
@@ -278,13 +281,12 @@ class _Changes:
             self._set(number, [chunk.start])
         if is_decode and seat.sampled_at != chunk.start:
             self._set(table.last_tokens_at + number, [sequence.token_ids[chunk.start]])
-        blocks, known = sequence.block_table, seat.blocks
-        if blocks != known:
-            pairs = enumerate(zip(blocks, known, strict=False))
-            num_same = next((i for i, (a, b) in pairs if a != b), min(len(blocks), len(known)))
-            first = table.block_tables_at + number * table.max_blocks
-            self._set(first + num_same, blocks[num_same:])
-            seat.blocks = list(blocks)
+        blocks, first = sequence.block_table, table.block_tables_at + number * table.max_blocks
+        places, num_known = seat.table.changes(sequence)
+        for place in places:
+            self._set(first + place, [blocks[place]])
+        if num_known < len(blocks):
+            self._set(first + num_known, blocks[num_known:])
 
     def _set(self, first: int, values: list[int]) -> None:
         """The words of the table from `first` on; see `SequenceTable.words`."""

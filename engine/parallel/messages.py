@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
 
 from penstock.engine.config import LoadOptions
+from penstock.engine.planning.followed_table import FollowedTable
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.state_records import ChunkState, Save
 from penstock.engine.planning.step import Chunk, Masks, StepPlan
@@ -62,7 +62,7 @@ class _Told:
 
     key: int
     num_tokens: int
-    blocks: list[int] = field(default_factory=list)
+    table: FollowedTable = field(default_factory=FollowedTable)
 
 
 class Narrator:
@@ -94,9 +94,9 @@ class Narrator:
             tokens, blocks = sequence.token_ids[told.num_tokens :], sequence.block_table
             words += (len(tokens), *tokens)
             told.num_tokens += len(tokens)
-            first = _first_change(told.blocks, blocks)
+            places, num_known = told.table.changes(sequence)
+            first = min([*places, num_known])
             words += (1 + len(blocks) - first, first, *blocks[first:])
-            told.blocks[first:] = blocks[first:]
             state = _state_words(chunk.state)
             words += (len(state), *state)
         return Launch(new, array("i", words).tobytes())
@@ -130,6 +130,7 @@ class Listener:
         drafts = _list(rest)
         sequence.token_ids += _list(rest)
         first, *blocks = _list(rest)
+        sequence.rewritten += range(first, len(sequence.block_table))
         sequence.block_table[first:] = blocks
         state = _state(_list(rest))
         return Chunk(sequence, start, num_tokens, bool(samples), drafts=drafts, state=state)
@@ -152,12 +153,3 @@ def _state(words: list[int]) -> ChunkState | None:
 def _list(rest: Iterator[int]) -> list[int]:
     return list(islice(rest, next(rest)))
 
-
-def _first_change(before: ListLike[int], now: ListLike[int]) -> int:
-    """The first place where two lists differ, or where the shorter one ends."""
-    if before == now:
-        return len(now)
-    common = min(len(before), len(now))
-    if before[:common] == now[:common]:
-        return common
-    return next(i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)

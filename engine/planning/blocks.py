@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, islice
+
+
+_REMEMBERED = 4096
+"""The blocks that were taken or became free last."""
 
 
 class PoolViolation(AssertionError):
@@ -39,7 +43,9 @@ class BlockPool:
         self.findable = bytearray(num_blocks)
         """1 for each block whose content can be found, for a view of all blocks at once. Their owner sets it."""
         self.generation = 0
-        """Another number whenever a block is held that was free, or free that was held."""
+        """The number of times that a block was held which was free, or free which was held."""
+        self._turned: deque[int] = deque(maxlen=_REMEMBERED)
+        """The blocks of the last of these times."""
         self._on_reuse, self._unit = on_reuse, unit
         self._next: list[int] = [*range(1, num_blocks), 0]
         self._previous: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
@@ -123,6 +129,11 @@ class BlockPool:
         """The number of these blocks that have one holder."""
         return sum(1 for block in blocks if self.ref_counts[block] == 1)
 
+    def turned_since(self, generation: int) -> Iterable[int] | None:
+        """Returns the blocks that were taken or became free since then; None if they are too many to remember."""
+        num = self.generation - generation
+        return islice(reversed(self._turned), num) if num <= len(self._turned) else None
+
     def _references_returning(self) -> Counter[int]:
         return Counter(chain.from_iterable(blocks for _, blocks in self._returning))
 
@@ -162,9 +173,11 @@ class BlockPool:
         self._previous[block], self._next[block] = left, right
         self.num_free += 1
         self.generation += 1
+        self._turned.append(block)
 
     def _unlink(self, block: int) -> None:
         left, right = self._previous[block], self._next[block]
         self._next[left], self._previous[right] = right, left
         self.num_free -= 1
         self.generation += 1
+        self._turned.append(block)

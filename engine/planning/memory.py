@@ -208,20 +208,33 @@ class SequenceMemory:
         most, prefix = sequence.num_reusable, sequence.prefix
         key = self.index, self.index.generation, most
         if prefix is None or prefix.key != key:
-            prefix = sequence.prefix = self._look_up(sequence, most)
+            before = prefix if prefix is not None and prefix.key[0] is self.index else None
+            prefix = sequence.prefix = self._look_up(sequence, most, before)
             prefix.key = key
         return prefix
 
-    def _look_up(self, sequence: Sequence, most: int) -> Prefix:
+    def _look_up(self, sequence: Sequence, most: int, before: Prefix | None) -> Prefix:
         if not self.prefix_cache:
             return Prefix()
         num_full = most // self.block_size
-        hashes = extend_chain(sequence, num_full, self.block_size)[:num_full]
-        known = self.index.match(hashes)
+        hashes = extend_chain(sequence, num_full, self.block_size)
+        if self.states is None and self.num_tables == 1 and not self._has_windows:
+            return self._updated(before or Prefix(), hashes, num_full)
+        known = self.index.match(hashes := hashes[:num_full])
         num_known = len(known) // self.num_tables
         if self.states is not None:
             return self.snapshots.look_up(sequence, most, hashes, num_known)
         return Prefix(known, num_known * self.block_size, num_known=num_known)
+
+    def _updated(self, prefix: Prefix, hashes: list[bytes], num_full: int) -> Prefix:
+        """Brings what was found before up to date, which may have been nothing."""
+        num_kept = self.index.update(prefix.entries, prefix.num_drops, hashes, num_full)
+        prefix.num_drops = self.index.num_drops
+        prefix.num_ready -= prefix.ready.count(1, num_kept)
+        del prefix.ready[num_kept:]
+        prefix.num_known = len(prefix.entries)
+        prefix.num_tokens = prefix.num_known * self.block_size
+        return prefix
 
     def find_cached(self, hashes: ListLike[bytes], token_ids: ListLike[int] = ()) -> tuple[int, int]:
         """Returns how many first tokens of a prompt are cached, without regard to windows, and how many are in use.
@@ -234,13 +247,9 @@ class SequenceMemory:
         """
         if not self.prefix_cache:
             return 0, 0
-        num_cached = num_in_use = 0
-        for block_hash in hashes:
-            block = self.index.block_of(block_hash)
-            if block is None:
-                break
-            num_cached += self.block_size
-            num_in_use += self.block_size * (self.pool.ref_counts[block] > 0)
+        blocks = self.index.blocks_of(hashes)
+        num_cached = self.block_size * len(blocks)
+        num_in_use = self.block_size * (len(blocks) - list(map(self.pool.ref_counts.__getitem__, blocks)).count(0))
         if self.states is not None:
             keys = [b"", *hashes[: num_cached // self.block_size]]
             _, num_cached = self.snapshots.find(keys, token_ids, len(token_ids) - 1)
@@ -269,10 +278,27 @@ class SequenceMemory:
     def num_free_needed(self, sequence: Sequence) -> int:
         """Returns how many free blocks `start` takes, those of the found blocks included that nobody holds."""
         prefix = self.find_prefix(sequence)
-        if prefix.counted_at != self.pool.generation:
-            counts, prefix.counted_at = self.pool.ref_counts, self.pool.generation
-            prefix.num_ready = sum(1 for block in prefix.entries if not block or counts[block])
+        if prefix.counted_at != self.pool.generation or len(prefix.ready) < len(prefix.entries):
+            self._count_ready(prefix)
         return sum(self._ends_at_start(sequence, prefix)) - prefix.num_ready
+
+    def _count_ready(self, prefix: Prefix) -> None:
+        """Counts the entries that take no free block: anew those that were not looked at, and blocks that turned."""
+        entries, ready, counts = prefix.entries, prefix.ready, self.pool.ref_counts
+        turned = None if self.states is not None else self.pool.turned_since(prefix.counted_at)
+        if turned is None:
+            ready.clear()
+        for block in turned or ():
+            place = self.index.place_of(block)
+            if 0 <= place < len(ready) and entries[place] == block:
+                prefix.num_ready += (counts[block] > 0) - ready[place]
+                ready[place] = counts[block] > 0
+        if not ready:
+            prefix.num_ready = 0
+        new = bytes([not block or counts[block] > 0 for block in entries[len(ready) :]])
+        prefix.num_ready += new.count(1)
+        ready += new
+        prefix.counted_at = self.pool.generation
 
     # Sequences
 
@@ -287,7 +313,7 @@ class SequenceMemory:
             self.pool.hold(block)
         if num_full and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
             log.add(Found(sequence.block_hashes[num_full - 1]))
-        sequence.prefix, sequence.block_table = None, list(prefix.entries)
+        sequence.prefix, sequence.block_table, sequence.rewritten = None, list(prefix.entries), []
         sequence.num_computed = sequence.num_committed = prefix.num_tokens
         self._extend(sequence, self._ends_at_start(sequence, prefix))
         own = sequence.block_table[len(prefix.entries) :]
@@ -317,13 +343,14 @@ class SequenceMemory:
             and (num_tables == 1 or all(counts[b] == 1 for b in table[first:]))
         ):
             return []  # the usual decode: its token goes into the last blocks, which are its own
-        shared = self._shared(sequence)
+        shared = self._shared(sequence, num_tokens)
         if len(shared) + self._num_missing(sequence, num_tokens) > self.pool.num_free:
             return None
         copies = [(table[i], self.pool.allocate()) for i in shared]
         for i, (source, copy) in zip(shared, copies, strict=True):
             table[i] = copy
             self.pool.release((source,))
+        sequence.rewritten += shared
         self._extend(sequence, [self.blocks_for(num_tokens)] * num_tables)
         if copies and sequence.state is not None:
             sequence.state.is_torn = True
@@ -334,7 +361,7 @@ class SequenceMemory:
         if self.states is not None and not self.states.has_target(sequence):
             return True  # a slot is free when the next step has come back
         table, num_computed = sequence.block_table, sequence.num_computed
-        num_needed = len(self._shared(sequence)) + self._num_missing(sequence, num_tokens)
+        num_needed = len(self._shared(sequence, num_tokens)) + self._num_missing(sequence, num_tokens)
         num_sure = num_computed - sequence.num_unsure
         behind = [table[i] for i in self.windows.behind(table, num_sure, num_sure)]
         return num_needed <= self.pool.num_free + self.num_returning + self.pool.num_alone(behind)
@@ -406,7 +433,7 @@ class SequenceMemory:
         hashes, num_tables = sequence.block_hashes, self.num_tables
         for place, block in enumerate(entries):
             i, number = first + place // num_tables, place % num_tables
-            if self.index.add(hashes[i], block, number):
+            if self.index.add(hashes[i], block, number, i):
                 self.findable[block] = 1
                 if self.log is not None and not number:
                     self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
@@ -430,14 +457,16 @@ class SequenceMemory:
         for i in self.windows.behind(table, num_sure, sequence.num_committed):
             blocks.append(table[i])
             table[i] = 0
+            sequence.rewritten.append(i)
         if blocks:
             self.pool.give_back(blocks, self._last_step)
 
-    def _shared(self, sequence: Sequence) -> list[int]:
-        """The entries from `num_computed` on whose blocks others hold, too."""
+    def _shared(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The entries for tokens between `num_computed` and `num_tokens` whose blocks others hold, too."""
         table, counts = sequence.block_table, self.pool.ref_counts
         first = sequence.num_computed // self.block_size * self.num_tables
-        return [i for i in range(first, len(table)) if counts[table[i]] > 1]
+        end = min(len(table), self.blocks_for(num_tokens) * self.num_tables)
+        return [i for i in range(first, end) if counts[table[i]] > 1]
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Returns how many entries for tokens between `num_computed` and `num_tokens` have no block."""
@@ -447,9 +476,12 @@ class SequenceMemory:
 
     def _extend(self, sequence: Sequence, ends: list[int]) -> None:
         """Takes a free block for every entry from `num_computed` on that has none, in each table up to its own end."""
-        table, num_tables = sequence.block_table, self.num_tables
+        table, num_tables, num_held = sequence.block_table, self.num_tables, len(sequence.block_table)
         first = sequence.num_computed // self.block_size * num_tables
-        table += [0] * (max(ends) * num_tables - len(table))
+        table += [0] * (max(ends) * num_tables - num_held)
         for number, end in enumerate(ends):
             for i in range(first + number, end * num_tables, num_tables):
-                table[i] = table[i] or self.pool.allocate()
+                if not table[i]:
+                    table[i] = self.pool.allocate()
+                    if i < num_held:
+                        sequence.rewritten.append(i)

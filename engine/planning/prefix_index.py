@@ -7,11 +7,17 @@ A block's hash covers its parent's hash and its own tokens, so equal hashes mean
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import islice
 
 from penstock.engine.planning.request import Request, Sequence
+
+
+_REMEMBERED = 4096
+"""The blocks that were dropped last, by which what was looked up before is brought up to date."""
 
 
 def chain_start(salt: bytes) -> bytes:
@@ -69,12 +75,15 @@ class PrefixIndex:
         them; 0 if all have to be."""
         self._num_seen = num_seen
         self._block_of: list[dict[bytes, int]] = [{} for _ in num_seen]
-        self._place_of: dict[int, tuple[bytes, int]] = {}
-        """The hash that finds a block, and its table."""
+        self._place_of: dict[int, tuple[bytes, int, int]] = {}
+        """The hash that finds a block, its table, and the number of blocks before it in its chain."""
         self._pending: dict[bytes, tuple[object, int]] = {}
         """The sequence that computes the blocks of a hash, and its lane, by hash."""
         self.generation = 0
         """Another number whenever something else can be found: what was looked up holds until then."""
+        self.num_drops = 0
+        self._drops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        """The places and blocks that were dropped last."""
 
     def __len__(self) -> int:
         return len(self._place_of)
@@ -82,6 +91,35 @@ class PrefixIndex:
     @property
     def num_tables(self) -> int:
         return len(self._num_seen)
+
+    def update(self, entries: list[int], num_drops: int, hashes: list[bytes], most: int) -> int:
+        """Brings the longest known prefix of a chain up to date, where there is one table that sees all tokens.
+
+        The work is that of the blocks that came and went since, not that of the whole chain.
+
+        Args:
+            entries: the table entries that were found before.
+            num_drops: the number of drops at that time.
+            hashes: the chain, of which the first `most` blocks may be found.
+
+        Returns:
+            How many of the entries are what they were.
+        """
+        num_kept, num_since = min(len(entries), most), self.num_drops - num_drops
+        if num_since > len(self._drops):
+            num_kept = 0
+        else:
+            for place, block in islice(reversed(self._drops), num_since):
+                if place < num_kept and entries[place] == block:
+                    num_kept = place
+        del entries[num_kept:]
+        known = self._block_of[0]
+        for depth in range(num_kept, min(most, len(hashes))):
+            block = known.get(hashes[depth])
+            if block is None:
+                break
+            entries.append(block)
+        return num_kept
 
     def match(self, hashes: list[bytes]) -> list[int]:
         """Returns the table entries of the longest known prefix of the chain, those of the same tokens side by side.
@@ -120,8 +158,11 @@ class PrefixIndex:
                     return i
         return None
 
-    def add(self, block_hash_: bytes, block: int, table: int = 0) -> bool:
+    def add(self, block_hash_: bytes, block: int, table: int = 0, depth: int = 0) -> bool:
         """Records a full block of a table whose tokens are confirmed.
+
+        Args:
+            depth: the blocks before it in its chain.
 
         Returns:
             False if another block of the table is found by this hash already; it stays the one that is found.
@@ -130,18 +171,26 @@ class PrefixIndex:
         if block_hash_ in known:
             return False
         known[block_hash_] = block
-        self._place_of[block] = block_hash_, table
+        self._place_of[block] = block_hash_, table, depth
         self.generation += 1
         return True
 
     def drop(self, block: int) -> tuple[bytes, int] | None:
         """Forgets a block whose content is gone; returns the hash that found it, and its table."""
         place = self._place_of.pop(block, None)
-        if place is not None:
-            block_hash_, table = place
-            del self._block_of[table][block_hash_]
-            self.generation += 1
-        return place
+        if place is None:
+            return None
+        block_hash_, table, depth = place
+        del self._block_of[table][block_hash_]
+        self.generation += 1
+        self.num_drops += 1
+        self._drops.append((depth * self.num_tables + table, block))
+        return block_hash_, table
+
+    def place_of(self, block: int) -> int:
+        """Returns the place of a block that is found in the table of whoever finds it; -1 if it is not."""
+        place = self._place_of.get(block)
+        return -1 if place is None else place[2] * self.num_tables + place[1]
 
     def knows_block(self, block: int) -> bool:
         return block in self._place_of
@@ -149,6 +198,12 @@ class PrefixIndex:
     def block_of(self, block_hash_: bytes) -> int | None:
         """Returns the first table's block of this hash, if there is one."""
         return self._block_of[0].get(block_hash_)
+
+    def blocks_of(self, hashes: TokenIds[bytes]) -> list[int]:
+        """Returns the first table's blocks of a chain, up to the first that is not known; for any thread."""
+        blocks = list(map(self._block_of[0].get, hashes))
+        known = blocks[: blocks.index(None)] if None in blocks else blocks
+        return [block for block in known if block is not None]
 
     def begin(self, block_hash_: bytes, owner: object, lane: int = 0) -> None:
         """Notes that `owner` computes the block of this hash.

@@ -170,6 +170,9 @@ class Sequence:
     block_table: list[int] = field(init=False, default_factory=list)
     """By block of tokens, the KV blocks of its tables, one after another; see memory.py. The list is empty while
     the sequence does not run."""
+    rewritten: list[int] = field(init=False, default_factory=list)
+    """The places of `block_table` whose entries were overwritten, in order, for those who keep a copy of the table: see
+    followed_table.py. Another table is another list, and its places are none of these."""
     block_hashes: list[bytes] = field(init=False, default_factory=list)
     state: SequenceState | None = field(init=False, default=None)
     """The slots of its states while it runs; None where the model has none."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from math import inf
+from math import floor, inf, sqrt
 from typing import Protocol
 
 from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import num_attended
+
+
+_ROUNDING = 1e-6
+"""The part of a token that may be missing to a whole one by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +23,34 @@ class Allowance:
     num_decodes: int
     """Running sequences that may decode; the least urgent ones take turns if these are fewer."""
     num_prefill: int
-    """Tokens of prompts, and of what has to be computed again."""
+    """Tokens of prompts, and of what has to be computed again, if they are the first of their prompt: later ones, which
+    attend to more, take the place of several."""
     most_s: float = inf
     """No draft is granted a step that is expected to take longer with it."""
+    attended_each: float = 0.0
+    """The prompt tokens that take as long as attending to one token more."""
+    context_each: float = 0.0
+    """The prompt tokens that take as long as reading the KV of one token, once in a step."""
+    least: int = 0
+    """The tokens of a prompt that a step may have, however long they take."""
+
+    @property
+    def prefill_work(self) -> float:
+        """The work of the prompt tokens that are granted."""
+        return self.work(0, self.num_prefill)
+
+    def work(self, start: int, num_tokens: int) -> float:
+        """The work of the tokens `[start, start + num_tokens)` of a prompt, in prompt tokens that attend to nothing."""
+        end = start + num_tokens
+        return num_tokens + self.attended_each * num_attended(start, end) + self.context_each * end
+
+    def tokens_within(self, work: float, start: int) -> int:
+        """The most tokens of a prompt from `start` on that are no more than so much work; fewer than 1 if none are."""
+        each = 1 + self.attended_each * (start + 0.5) + self.context_each
+        left = work - self.context_each * start
+        # The positive x that solves each * x + attended_each * x^2 / 2 = left.
+        exact = 2 * left / (each + sqrt(each**2 + 2 * self.attended_each * max(0.0, left)))
+        return floor(exact + _ROUNDING)
 
 
 UNLIMITED = Allowance(1 << 30, 1 << 30)

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import groupby
+from math import inf
 
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import NO_LIMIT, Output, Request, Sequence
-from penstock.engine.planning.request_queue import RequestQueue
+from penstock.engine.planning.request_queue import UNLIMITED, RequestQueue
 from penstock.engine.planning.sequences import Counters, Sequences
 from penstock.engine.planning.step import Chunk, StepPlan, StepResult
 from penstock.engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
@@ -61,6 +62,10 @@ class Scheduler:
         self.size = StepSize(sequences, limits.max_batch_tokens)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
+        self._allowance = UNLIMITED
+        """The allowance of that step."""
+        self._work_left = inf
+        """The work on prompts that it has room for; see `Allowance.work`."""
         self._scored_left = 0
         """The prompt tokens that it may score while other sequences run."""
         self._turn = 0
@@ -107,12 +112,14 @@ class Scheduler:
         self._candidates, self._candidates_before = {}, self._candidates
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         decodes, chunked = self._sort_running()
-        allowance = self.queue.allowance(self.sequences.running, decodes, chunked)
+        allowance = self._allowance = self.queue.allowance(self.sequences.running, decodes, chunked)
         self._scored_left = self.limits.max_scored
         self._note_passed_over()
         self._tokens_left = min(allowance.num_decodes, self.most_tokens, self._most_decodes)
+        self._work_left = inf
         self._plan_decodes(plan, decodes)
         self._tokens_left = min(allowance.num_prefill, self.most_tokens - plan.num_tokens)
+        self._work_left = allowance.prefill_work
         self._plan_prefills(plan, chunked, now)
         if queue_goes_first:
             self._admit_queued(plan, now)
@@ -218,7 +225,7 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_remaining: int) -> None:
         num_tokens = 1 if num_remaining == 1 else self._most_of(sequence, num_remaining)
         # Without a block table, it was preempted a moment ago.
-        if self._tokens_left <= 0 or num_tokens <= 0 or not sequence.block_table:
+        if not self._has_room or num_tokens <= 0 or not sequence.block_table:
             return
         start = sequence.num_computed
         copies = self.memory.grow(sequence, start + num_tokens)
@@ -234,12 +241,21 @@ class Scheduler:
         sequence.num_pending += samples
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
+        self._work_left -= self._allowance.work(start, num_tokens)
         if num_remaining > 1 and sequence.is_scored:
             self._scored_left -= num_tokens
 
+    @property
+    def _has_room(self) -> bool:
+        """Whether the step being planned may have another chunk."""
+        return self._tokens_left > 0 and self._work_left > 0
+
     def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
         """Returns how many tokens of a longer chunk the step has room for."""
-        most = min(num_remaining, self._tokens_left, self.memory.max_chunk)
+        allowance, start = self._allowance, sequence.num_computed
+        is_first = self._work_left == allowance.prefill_work
+        within = max(allowance.tokens_within(self._work_left, start), allowance.least if is_first else 0)
+        most = min(num_remaining, self._tokens_left, self.memory.max_chunk, within)
         return (
             min(most, self._scored_left) if sequence.is_scored and len(self.sequences.running) > 1 else most
         )
@@ -271,7 +287,7 @@ class Scheduler:
         waiting = deque(sorted(self.sequences.waiting, key=urgency))
         while waiting:
             sequence = waiting.popleft()
-            if sequence.request.lane >= above or self._tokens_left <= 0:
+            if sequence.request.lane >= above or not self._has_room:
                 return
             if self._is_deferred(sequence):
                 continue
@@ -298,7 +314,7 @@ class Scheduler:
         ]
         above = min(lanes if above is None else [above, *lanes], default=None)
         way_was_made = False
-        while self._tokens_left > 0 and self._num_deferred() < self.limits.max_num_seqs:
+        while self._has_room and self._num_deferred() < self.limits.max_num_seqs:
             self._refused = None
             request = self.queue.take(self._fits, above, before)
             if request is not None:

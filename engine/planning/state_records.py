@@ -98,8 +98,12 @@ class Prefix:
     """The full blocks that are cached, whether there is a state after them or not."""
     key: tuple[object, int, int] = (None, 0, 0)
     """The prefix index, its generation, and the most tokens that could be found."""
+    num_drops: int = 0
+    """The drops of the prefix index when the entries were up to date."""
+    ready: bytearray = field(default_factory=bytearray)
+    """1 for each entry that takes no free block when the sequence starts: that of a block in use, and one that is 0."""
     num_ready: int = 0
-    """The entries that take no free block when the sequence starts: those of blocks in use, and those that are 0."""
+    """These entries, as they were counted last."""
     counted_at: int = -1
     """The generation of the pool at which these were counted."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench import report, runs
+from penstock.app.arguments import count
 from penstock.app.bench.command import add_model_arguments
 from penstock.app.bench.report import print_machine
 from penstock.app.bench.runs import machine, say
@@ -22,8 +23,9 @@ Figures = Any
 def _plan(options: argparse.Namespace) -> Figures:
     from lab.bench.planning import measure_planning
 
-    say("planning of 256 running sequences")
-    return measure_planning(num_steps=50 if options.quick else 200)
+    num, context = options.sequences, options.context
+    say(f"planning of {num} running sequences of {context} tokens")
+    return measure_planning(num, 50 if options.quick else 200, context)
 
 
 def _routing(options: argparse.Namespace) -> Figures:
@@ -37,7 +39,7 @@ def _routing(options: argparse.Namespace) -> Figures:
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[Figures], None]]] = {
     "parts": ("the parts of a step on the CPU", runs.measure_parts, report.print_parts),
     "linear": ("the linear operators alone", runs.measure_linear, report.print_linear),
-    "plan": ("host time of a step of 256 sequences", _plan, report.print_planning),
+    "plan": ("host time of a step, by --sequences and --context", _plan, report.print_planning),
     "drafts": ("speculation, with and without", runs.measure_drafts, report.print_drafts),
     "formats": (
         "quantized checkpoints of each format; writes 3 GB",
@@ -73,6 +75,12 @@ def main() -> int:
     parser.add_argument("part", choices=PARTS, metavar="PART")
     add_model_arguments(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with drafts: draw them, as PNG")
+    parser.add_argument(
+        "--sequences", type=count, default=256, metavar="N", help="with plan: running sequences (256)"
+    )
+    parser.add_argument(
+        "--context", type=count, default=32, metavar="N", help="with plan: prompt tokens of each (32)"
+    )
     options = parser.parse_args()
     try:
         return _run(options)

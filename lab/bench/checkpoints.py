@@ -3,6 +3,7 @@
 python -m lab.bench.checkpoints 30b-a3b DIR               # 30 B in 4 bits, of which 3 B work: 17 GB
 python -m lab.bench.checkpoints 30b-a3b FILE.gguf --layers 12 --type Q4_0
 python -m lab.bench.checkpoints qwen3.5-0.8b FILE.gguf    # layers with a state, in Q8_0: 0.8 GB
+python -m lab.bench.checkpoints demo-256k FILE.gguf       # the demo model's widths and 262,144 positions: 37 MB in F16
 """
 
 from __future__ import annotations
@@ -89,7 +90,13 @@ A3B_30B: Config = {
     "mlp_only_layers": [],
 }
 """The shape of Qwen3-30B-A3B."""
+DEMO_256K: Config = {
+    **config_of(Shape("demo-256k", 256, 4, 4, 2, 640, 16_384, max_length=262_144)),
+    "rope_theta": 1e7,
+}
+"""The widths of the demo model, which has 2,048 positions, and a larger vocabulary."""
 MODELS: dict[str, Config] = {
+    "demo-256k": DEMO_256K,
     "30b-a3b": A3B_30B | {"quantization_config": w4a16(128)},
     "qwen3.5-0.8b": {
         **QWEN_08B,

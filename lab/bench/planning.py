@@ -12,6 +12,7 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.step import Sampled, StepPlan, StepResult
+from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 
 if TYPE_CHECKING:
@@ -28,43 +29,56 @@ class NoText(TokenSink):
         return "", FinishReason.LENGTH if is_last else None
 
 
-def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str, float]:
-    """Milliseconds of host time that a step takes in which `num_sequences` decode one token each."""
+def measure_planning(
+    num_sequences: int = 256, num_steps: int = 200, num_context: int = _PROMPT_TOKENS
+) -> dict[str, float]:
+    """Milliseconds of host time that a step takes in which `num_sequences` decode one token each.
+
+    Args:
+        num_context: prompt tokens of each sequence.
+    """
     # Not above: importing torch takes seconds, and other figures do without.
     import torch
 
     from penstock.engine.execution.seats import Seats
     from penstock.engine.kernels.sequence_table import SequenceTable
 
-    length = _PROMPT_TOKENS + num_steps + 8
+    length = _length(num_sequences, num_steps, num_context)
     table = SequenceTable(num_sequences, length // _BLOCK_SIZE + 1, _BLOCK_SIZE, torch.device("cpu"))
     seats = Seats(table)
-    scheduler = _running_scheduler(num_sequences, num_steps, seats)
+    scheduler = _running_scheduler(num_sequences, num_steps, num_context, seats)
     times_ms = [_step(scheduler, seats) * 1000 for _ in range(num_steps)]
     assert len(scheduler.sequences.running) == num_sequences
     return {
         "sequences": num_sequences,
+        "context": num_context,
         "host_p50_ms": percentile(times_ms, 50),
         "host_p99_ms": percentile(times_ms, 99),
     }
 
 
-def _running_scheduler(num_sequences: int, num_steps: int, seats: Seats) -> Scheduler:
-    length = _PROMPT_TOKENS + num_steps + 8
+def _length(num_sequences: int, num_steps: int, num_context: int) -> int:
+    """The tokens of a sequence at the most: while prompts are computed one by one, those before them decode."""
+    return num_context + num_sequences + num_steps + 8
+
+
+def _running_scheduler(num_sequences: int, num_steps: int, num_context: int, seats: Seats) -> Scheduler:
+    length = _length(num_sequences, num_steps, num_context)
     memory = SequenceMemory((length // _BLOCK_SIZE + 2) * num_sequences + 1, _BLOCK_SIZE)
     limits = SchedulerLimits(
-        max_batch_tokens=_PROMPT_TOKENS * num_sequences, max_num_seqs=num_sequences, max_model_len=length
+        max_batch_tokens=max(num_context, _PROMPT_TOKENS * num_sequences),
+        max_num_seqs=num_sequences,
+        max_model_len=length,
     )
-    queue = LaneQueue(threading.Lock())
+    unbounded = LanePolicy(max_tokens=1 << 62, max_bytes=1 << 62)
+    queue = LaneQueue(threading.Lock(), dict.fromkeys(Lane, unbounded))
     scheduler = Scheduler(queue, memory, NoText(), limits)
     for i in range(num_sequences):
-        prompt = tuple(range(i * _PROMPT_TOKENS, (i + 1) * _PROMPT_TOKENS))
-        sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0)
+        prompt = (i, *(place % 256 for place in range(num_context - 1)))  # numbers that Python has once
+        sampling = SamplingParams(max_tokens=length, temperature=0)
         queue.put(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0)
-    while (
-        any(sequence.num_remaining != 1 for sequence in scheduler.sequences.running)
-        or not scheduler.sequences.running
-    ):
+    running = scheduler.sequences.running
+    while len(running) < num_sequences or any(sequence.num_remaining != 1 for sequence in running):
         _step(scheduler, seats)
     return scheduler
 

@@ -25,7 +25,7 @@ def print_linear(rows: list[Row]) -> None:
 
 def print_planning(plan: Row) -> None:
     print(
-        f"host time of a step of {plan['sequences']} sequences: {number(plan['host_p50_ms'])} ms P50,"
+        f"host time of a step of {plan['sequences']} sequences of {plan['context']} tokens: {number(plan['host_p50_ms'])} ms P50,"
         f" {number(plan['host_p99_ms'])} ms P99"
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.planning.request import Sequence
-from penstock.engine.planning.request_queue import UNLIMITED
+from penstock.engine.planning.request_queue import UNLIMITED, Allowance
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane
 from penstock.priority.pacing import NO_STREAMS, StepPlanner, Streams
 from penstock.priority.simulator.run import Machine, simulate
@@ -137,10 +137,63 @@ def test_the_queue_counts_those_that_decode_and_what_they_read() -> None:
     decoding.num_computed = 999
     expected = queue.admission.planner.allowance(Streams({Lane.INTERACTIVE: 1}, 1_000), [])
     assert queue.allowance([decoding, prefilling], [decoding], [prefilling]) == expected
-    assert queue.allowance([prefilling], [], [prefilling]) == UNLIMITED.__class__(1, UNLIMITED.num_prefill)
+    alone = queue.allowance([prefilling], [], [prefilling])
+    assert (alone.num_decodes, alone.num_prefill) == (1, UNLIMITED.num_prefill)
+
+
+allowances = st.builds(
+    Allowance,
+    num_decodes=st.just(1),
+    num_prefill=st.integers(16, 10_000),
+    attended_each=st.sampled_from([0.0, 1e-5, 1e-3]),
+    context_each=st.sampled_from([0.0, 1e-6, 1e-3]),
+)
+
+
+@given(allowance=allowances, start=st.integers(0, 300_000), part=st.floats(0.0, 1.0))
+def test_the_tokens_within_some_work_are_the_most_that_are(
+    allowance: Allowance, start: int, part: float
+) -> None:
+    work = part * allowance.prefill_work
+    num = allowance.tokens_within(work, start)
+    if num >= 0:
+        assert allowance.work(start, num) <= work * (1 + 1e-9) + 1e-4 * (1 + allowance.attended_each * start)
+    assert allowance.work(start, max(0, num) + 1) > work
+    assert allowance.tokens_within(allowance.prefill_work, 0) == allowance.num_prefill
 
 
 # In the engine
+
+
+@pytest.mark.parametrize("num_cached", [0, 5_000])
+def test_a_step_is_as_short_behind_a_long_context_as_at_the_beginning(num_cached: int) -> None:
+    """Also the first chunk of a request whose beginning is cached, and one beside a prompt that has just begun.
+
+    Attending to 5,000 tokens takes eighteen times as long as the rest of a prompt token.
+    """
+    policies = {lane: replace(p, tpot_s=0.05) for lane, p in permissive().items()}
+    model = StepTimeModel({**COEFFICIENTS, "epsilon_s": 1e-7}, learns=False)
+    engine = SimulatedEngine(make_queue(policies, model=model), num_blocks=5_000, budget=10_000)
+    engine.model = model
+    if num_cached:
+        engine.put(ask("before", num_cached, max_tokens=1))
+        engine.finish()
+    engine.put(ask("stream", 10, max_tokens=60))
+    engine.step()
+    engine.put(ask("long", num_cached + 1_000, tenant="b", max_tokens=2))
+    chunks, times = [], []
+    for number in range(40):
+        if number == 2:
+            engine.put(ask("other", 300, tenant="c", max_tokens=2, first=7))
+        before = engine.now
+        plan = engine.step()
+        times.append(engine.now - before)
+        chunks += [chunk for chunk in plan.chunks if chunk.sequence.request.request_id == "long"]
+    assert max(times) <= 0.05
+    prompt = [chunk for chunk in chunks if chunk.start < num_cached + 1_000]
+    assert prompt[0].start >= num_cached - 4
+    assert prompt[-1].start + prompt[-1].num_tokens >= num_cached + 1_000
+    assert all(chunk.num_tokens >= 16 for chunk in prompt[:-1])
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_a_running_stream() -> None:

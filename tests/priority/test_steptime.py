@@ -162,9 +162,8 @@ def test_what_it_saves_it_can_be_given_again() -> None:
 def test_the_prefill_that_fits_takes_just_so_long(seconds: float, num_decode: int, num_context: int) -> None:
     """Invariant 19: the budget is the model turned around."""
     model = known_model()
-    num_before = num_context // 50
-    fitting = model.prefill_within(seconds, num_decode, num_context, num_before)
-    attended = fitting * (num_before + max(0.0, fitting) / 2)
+    fitting = model.prefill_within(seconds, num_decode, num_context)
+    attended = fitting * max(0.0, fitting) / 2
     assert model.seconds(fitting, num_decode, num_context, attended) == pytest.approx(seconds, abs=1e-9)
 
 
