@@ -11,7 +11,7 @@ import transformers
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request
 from tests.engine.driver import Driver
-from tests.engine.families import SPARSE, STATES, TINY
+from tests.engine.families import LLAMA4_ROPE, SPARSE, STATES, TINY, YARN, Tiny
 
 LENGTHS = {"long": 150, "short": 20, "other": 97}
 MAX_TOKENS = 12
@@ -36,6 +36,25 @@ def check_greedy(folder: Path, *answers: tuple[list[int], list[int]]) -> None:
         with torch.inference_mode():
             logits = model(torch.tensor([token_ids + answer[:-1]])).logits[0]
         assert logits[len(token_ids) - 1 :].argmax(-1).tolist() == answer
+
+
+STRETCHED = {
+    "Qwen 2.5": Tiny("Qwen2Config", {"max_position_embeddings": 64, "rope_parameters": YARN}),
+    "Qwen 3": Tiny("Qwen3Config", {"head_dim": 24, "max_position_embeddings": 80, "rope_parameters": YARN}),
+    "Llama 3.1": Tiny(
+        "LlamaConfig", {"rope_parameters": {**LLAMA4_ROPE, "factor": 8.0, "high_freq_factor": 4.0}}
+    ),
+}
+"""Each for 64 positions, and 512 by its scaling."""
+
+
+@pytest.mark.parametrize("model", STRETCHED)
+def test_beyond_its_original_context_a_model_says_what_transformers_says(model: str, tmp_path: Path) -> None:
+    folder = STRETCHED[model].make(tmp_path)
+    driver = Driver(folder, num_blocks=128, budget=100)
+    assert driver.runner.model.max_model_len == 512
+    driver.run(request("long"))
+    check_greedy(folder, (prompt("long"), driver.tokens("long")))
 
 
 def answers(driver: Driver) -> dict[str, list[object]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from penstock.engine.config import ModelConfig
 from penstock.engine.fields import Fields
@@ -85,6 +87,73 @@ def test_dynamic_frequencies_are_those_of_transformers_for_the_longest_sequence(
     torch.testing.assert_close(found, expected, atol=0, rtol=1e-5)
     if longest <= 4096:
         assert torch.equal(found, inverse_frequencies(Rope(theta=theta), head_dim))
+
+
+_LLAMA3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONGROPE = {
+    "type": "longrope",
+    "long_factor": [1.0 + i for i in range(24)],
+    "short_factor": [1.0 + i / 10 for i in range(24)],
+}
+_PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Qwen 2.5": (
+        "Qwen2",
+        {
+            "max_position_embeddings": 32_768,
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+        },
+        131_072,
+    ),
+    "Qwen 3": (
+        "Qwen3",
+        {
+            "head_dim": 64,
+            "max_position_embeddings": 40_960,
+            "rope_theta": 1e6,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+        },
+        131_072,
+    ),
+    "Llama 3.1": (
+        "Llama",
+        {
+            "max_position_embeddings": 131_072,
+            "rope_theta": 5e5,
+            "rope_scaling": {**_LLAMA3_1, "original_max_position_embeddings": 8192},
+        },
+        131_072,
+    ),
+    "Phi 4 mini": (
+        "Phi3",
+        {
+            "max_position_embeddings": 131_072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "pad_token_id": 0,
+            "rope_scaling": _LONGROPE,
+        },
+        131_072,
+    ),
+}
+"""By model, its class, what its config.json says for long contexts, and the positions that come of it."""
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_long_contexts_as_published_have_the_positions_and_angles_of_transformers(name: str) -> None:
+    kind, entries, num_positions = _PUBLISHED[name]
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    entries = {**sizes, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1, **entries}
+    architecture = {"architectures": [f"{kind}ForCausalLM"], "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    found = parse_config(Fields("config.json", {**entries, **architecture, "num_hidden_layers": 2}))
+    assert found.max_position == num_positions
+    embedding = {"Phi3": Phi3RotaryEmbedding}.get(kind, LlamaRotaryEmbedding)
+    positions = torch.tensor([0, 5, 4095, 8191, 40_000, num_positions - 1])
+    expected = embedding(getattr(transformers, f"{kind}Config")(**entries))(torch.zeros(1), positions[None])
+    tables = rotary_tables(found.spec.ropes[0], found.attentions[0].head_dim, num_positions)
+    for own, wanted in zip(tables, expected, strict=True):
+        half = wanted.shape[-1] // 2
+        assert torch.equal(own[positions, :half], wanted[0, :, :half])
 
 
 @settings(max_examples=examples(40), deadline=None)
