@@ -174,6 +174,7 @@ class Prompting:
                 continues=continues,
                 tools=use.tools,
                 variables=variables,
+                owner=self._tenant,
             )
 
         return await self.run(num_chars + MESSAGE_CHARS * len(messages), encode)
@@ -273,6 +274,7 @@ class Prompting:
             instructions=turn.instructions,
             tools=ask.tools.tools,
             variables=variables,
+            owner=self._tenant,
         )
         with _naming(ask.field, instead_of="messages"):
             return await self.run(

@@ -32,6 +32,7 @@ from penstock.gateway.wire.conversation import (
     thinking_switches,
 )
 from penstock.gateway.wire.reading import Formats
+from penstock.gateway.wire.rendered import RenderedTexts
 from penstock.gateway.wire.tokenizer import Tokenizer
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
@@ -63,6 +64,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises jinja2.TemplateSyntaxError if the checkpoint's template is broken."""
         self.tokenizer = tokenizer
+        self._rendered = RenderedTexts(tokenizer)
         source, environment = tokenizer.chat_template, _environment()
         self._template = None if source is None else environment.from_string(source)
         self._has_tools_in_system = source is not None and "message['tools']" in source
@@ -91,12 +93,14 @@ class Prompts:
         continues: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        owner: str = "",
     ) -> list[int]:
         """Returns the tokens of a conversation; with `continues`, those up to the end of its last message's text.
 
         Args:
             tools: those that the model is told of.
             variables: what else the template may read.
+            owner: the tenant, whose earlier turns need not be tokenised again.
 
         Raises:
             ApiError: 400, if there is no template or it does not take these messages or tools.
@@ -107,9 +111,9 @@ class Prompts:
         context = {name: self._guard(value) for name, value in (variables or {}).items()}
         context["tools"] = self._guard(list(tools)) or None
         if not continues:
-            return self._encode_rendered(self._render(guarded, add_generation_prompt, context))
+            return self._encode_rendered(self._render(guarded, add_generation_prompt, context), owner)
         rendered = self._render(guarded, False, context)
-        return self._encode_rendered(_cut_after(rendered, guarded[-1]["content"]))
+        return self._encode_rendered(_cut_after(rendered, guarded[-1]["content"]), owner)
 
     def behind(self, before: Sequence[int], turn: Sequence[int]) -> list[int]:
         """Returns the tokens of a conversation with another turn, less what a template begins a text with."""
@@ -269,9 +273,9 @@ class Prompts:
             return [self._guard(item, marks) for item in value]
         return value
 
-    def _encode_rendered(self, text: str) -> list[int]:
+    def _encode_rendered(self, text: str, owner: str = "") -> list[int]:
         if _GUARD not in text:
-            return self.tokenizer.encode(text, parse_special=True)
+            return self._rendered.encode(text, owner)
         token_ids: list[int] = []
         for i, piece in enumerate(_GUARDED.split(text)):
             if i % 2 == 1:

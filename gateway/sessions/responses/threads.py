@@ -19,6 +19,8 @@ from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.tokenizer import Tokenizer
 
 _Message = TypeVar("_Message")
+_COMPARED = 4096
+"""Tokens that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def extend(
     instructions: str | None = None,
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    owner: str = "",
 ) -> list[int]:
     """Makes the prompt for a thread and what is new, with as many of the thread's own tokens as possible.
 
@@ -78,6 +81,7 @@ def extend(
         instructions: a system message to go before all others, in this turn only.
         tools: those that the model is told of.
         variables: what else the chat template may read.
+        owner: the tenant whose thread it is.
 
     Raises:
         ApiError: 400, if there is no chat template or it does not take these messages.
@@ -85,7 +89,8 @@ def extend(
     head: list[TemplateMessage] = (
         [] if instructions is None else [{"role": "system", "content": instructions}]
     )
-    wanted = prompts.chat([*head, *thread.messages, *new_messages], tools=tools, variables=variables)
+    messages = [*head, *thread.messages, *new_messages]
+    wanted = prompts.chat(messages, tools=tools, variables=variables, owner=owner)
     # A thread can be older than the model that is served now.
     is_ours = max(thread.token_ids, default=0) < prompts.tokenizer.vocab_size
     return splice(prompts.tokenizer, list(thread.token_ids), wanted) if is_ours else wanted
@@ -97,7 +102,7 @@ def splice(tokenizer: Tokenizer, old: list[int], new: list[int]) -> list[int]:
     Special tokens cut both into runs. To say the same is to have the same special tokens around runs of the same text.
     """
     special = tokenizer.special_ids
-    i = j = 0
+    i = j = _last_cut(old, new, special)
     while True:
         a, b = _end_of_run(old, i, special), _end_of_run(new, j, special)
         if not _same_text(tokenizer, old[i:a], new[j:b]):
@@ -106,6 +111,18 @@ def splice(tokenizer: Tokenizer, old: list[int], new: list[int]) -> list[int]:
         if i == len(old) or j == len(new) or old[i] != new[j]:
             return [*old[:i], *new[j:]]
         i, j = i + 1, j + 1
+
+
+def _last_cut(old: list[int], new: list[int], special: frozenset[int]) -> int:
+    """The place behind the last special token that both have in common before they differ; 0 if there is none."""
+    most = min(len(old), len(new))
+    place = 0
+    while place < most and old[place : place + _COMPARED] == new[place : place + _COMPARED]:
+        place += _COMPARED
+    place = min(place, most)
+    while place and old[place - 1] not in special:
+        place -= 1
+    return place
 
 
 def _end_of_run(token_ids: list[int], start: int, special: frozenset[int]) -> int:
