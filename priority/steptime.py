@@ -31,6 +31,8 @@ _DISTURBANCE = 1.5
 """No single step counts as slower, or faster, than this times the fit."""
 _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
+_MOST_PROMPT_TOKENS = 16
+"""No more prompt tokens, which attend to nothing, take as long as a decode."""
 NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s", "epsilon_s")
 EXPERTS = "zeta_s"
 """The name of the coefficient that only models with experts have, in addition to NAMES."""
@@ -108,7 +110,7 @@ class StepTimeModel:
         """
         _, beta, _, _, epsilon = self.coefficients[: len(NAMES)]
         left_s = seconds - self.seconds(0, num_decode, num_context)
-        if beta <= 0 or left_s == inf:
+        if beta + epsilon <= 0 or left_s == inf:
             return inf
         within = partial(_solved, beta, epsilon)
         if left_s <= 0 or not self.experts_s:
@@ -170,6 +172,9 @@ class StepTimeModel:
         ):  # until steps with more or fewer of them say otherwise, a decode takes what a prompt token does
             _, beta, *_ = self._fit
             self._fit_around([0.0, beta, beta, *self._fit[3:]])
+        # Deep in a long prompt, nearly all of a step's time grows with the pairs, and noise says the rest: without a
+        # time of their own, prompt tokens would have no measure.
+        self._fit[1] = max(self._fit[1], self._fit[2] / _MOST_PROMPT_TOKENS)
 
     def _fit_around(self, estimate: Sequence[float]) -> None:
         centre = [c * scale for c, scale in zip(estimate, _SCALES, strict=False)]
@@ -191,8 +196,10 @@ def _seconds(coefficients: Sequence[float], amounts: Sequence[float]) -> float:
 
 
 def _solved(beta: float, epsilon: float, left_s: float) -> float:
-    """Returns the x that solves beta * x + epsilon * x^2 / 2 = left_s."""
-    return 2 * left_s / (beta + sqrt(beta**2 + 2 * epsilon * max(0.0, left_s)))
+    """Returns the x that solves beta * x + epsilon * x^2 / 2 = left_s, or less than 0 if there is nothing left."""
+    if left_s <= 0:
+        return left_s / (beta or epsilon)
+    return 2 * left_s / (beta + sqrt(beta**2 + 2 * epsilon * left_s))
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

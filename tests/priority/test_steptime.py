@@ -168,5 +168,23 @@ def test_the_prefill_that_fits_takes_just_so_long(seconds: float, num_decode: in
 
 
 def test_where_prefill_costs_nothing_any_amount_fits() -> None:
-    model = StepTimeModel({**COEFFICIENTS, "beta_s": 0.0}, learns=False)
+    model = StepTimeModel({**COEFFICIENTS, "beta_s": 0.0, "epsilon_s": 0.0}, learns=False)
     assert model.prefill_within(0.001, 100, 0) == float("inf")
+
+
+def test_a_long_prompt_leaves_its_tokens_a_time_of_their_own() -> None:
+    """Steps whose noise is larger than all but the time of attending: else no budget and no forecast would be finite."""
+    model, source = taught(100, noise=0.1), Random(1)
+    for start in range(0, 400_000, 512):
+        attended = 512 * start + 512 * 513 // 2
+        seconds = 512 * -1e-5 + 6e-8 * attended * source.uniform(0.7, 1.4)
+        model.observe(512, 1, start + 512, max(1e-3, seconds), attended)
+        assert model.coefficients[1] >= model.coefficients[2] / 16 > 0
+    assert model.attended_each > 0
+    assert model.prefill_within(0.2, 1, 1_000) < 10_000
+
+
+def test_where_only_attending_takes_time_so_many_fit_as_attend_to_so_many() -> None:
+    model = StepTimeModel({**COEFFICIENTS, "beta_s": 0.0}, learns=False)
+    fitting = model.prefill_within(0.1, 1, 0)
+    assert model.seconds(fitting, 1, 0, fitting**2 / 2) == pytest.approx(0.1)
