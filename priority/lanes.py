@@ -88,7 +88,7 @@ DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
         ttft_s=30.0, tpot_s=0.2, weight=4, ttl_s=60.0, ageing_s=30.0, kv_share=0.92
     ),
     Lane.BATCH: LanePolicy(
-        weight=1, max_requests=4_096, max_tokens=2_097_152, max_bytes=2**28, ttl_s=3_600.0, ageing_s=120.0,
+        weight=1, max_requests=4_096, max_tokens=8_388_608, max_bytes=2**28, ttl_s=3_600.0, ageing_s=120.0,
         kv_share=0.8,
     ),
 }  # fmt: skip

@@ -214,7 +214,10 @@ class Seats:
             # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
             is_next = chunk.start == seat.length == seat.sampled_at and chunk.num_tokens == 1
             sequence, known = chunk.sequence, seat.table
-            is_known = len(sequence.block_table) == known.num_blocks and len(sequence.rewritten) == known.num_rewritten
+            is_known = (
+                len(sequence.block_table) == known.num_blocks
+                and len(sequence.rewritten) == known.num_rewritten
+            )
             if not (is_next and is_known):
                 changes.note(seat, chunk, is_decode=is_decode)
         return changes

@@ -152,4 +152,3 @@ def _state(words: list[int]) -> ChunkState | None:
 
 def _list(rest: Iterator[int]) -> list[int]:
     return list(islice(rest, next(rest)))
-

@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
-
 _REMEMBERED = 4096
 """The blocks that were taken or became free last."""
 

@@ -249,7 +249,9 @@ class SequenceMemory:
             return 0, 0
         blocks = self.index.blocks_of(hashes)
         num_cached = self.block_size * len(blocks)
-        num_in_use = self.block_size * (len(blocks) - list(map(self.pool.ref_counts.__getitem__, blocks)).count(0))
+        num_in_use = self.block_size * (
+            len(blocks) - list(map(self.pool.ref_counts.__getitem__, blocks)).count(0)
+        )
         if self.states is not None:
             keys = [b"", *hashes[: num_cached // self.block_size]]
             _, num_cached = self.snapshots.find(keys, token_ids, len(token_ids) - 1)

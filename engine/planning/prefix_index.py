@@ -15,7 +15,6 @@ from itertools import islice
 
 from penstock.engine.planning.request import Request, Sequence
 
-
 _REMEMBERED = 4096
 """The blocks that were dropped last, by which what was looked up before is brought up to date."""
 

@@ -70,7 +70,9 @@ class Tokenizer:
         self.special_ids = frozenset(special.union(i for i, as_ in self._repeated.items() if as_ in special))
         self.added_ids = frozenset(added.keys() - special)
         self.cutting_ids = frozenset(
-            i for i, token in added.items() if token.special and not token.normalized and not token.single_word
+            i
+            for i, token in added.items()
+            if token.special and not token.normalized and not token.single_word
         )
         """The special tokens that cut a text before anything else is done with it, wherever they stand."""
         self._control_ids = self.special_ids - {_unknown_id(self._parsing, content.get("model") or {})}

@@ -36,7 +36,9 @@ class _Beginning:
 class RenderedTexts:
     """Encodes rendered conversations. It may be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, *, least_chars: int = LEAST_CHARS, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, least_chars: int = LEAST_CHARS, most_bytes: int = _MOST_BYTES
+    ) -> None:
         self._tokenizer = tokenizer
         self._least_chars, self._most_bytes = least_chars, most_bytes
         self._cutting: frozenset[int] = getattr(tokenizer, "cutting_ids", frozenset())
@@ -66,7 +68,9 @@ class RenderedTexts:
     def _longest(self, text: str, owner: str) -> _Beginning | None:
         with self._lock:
             known = [one for one, its_owner in self._known.items() if its_owner == owner]
-        return max((one for one in known if text.startswith(one.text)), key=lambda one: len(one.text), default=None)
+        return max(
+            (one for one in known if text.startswith(one.text)), key=lambda one: len(one.text), default=None
+        )
 
     def _continued(self, before: _Beginning, text: str) -> list[int] | None:
         """The tokens of a text with this beginning; None if what is new changes the beginning's last token."""

@@ -25,8 +25,8 @@ def print_linear(rows: list[Row]) -> None:
 
 def print_planning(plan: Row) -> None:
     print(
-        f"host time of a step of {plan['sequences']} sequences of {plan['context']} tokens: {number(plan['host_p50_ms'])} ms P50,"
-        f" {number(plan['host_p99_ms'])} ms P99"
+        f"host time of a step of {plan['sequences']} sequences of {plan['context']} tokens: "
+        f"{number(plan['host_p50_ms'])} ms P50, {number(plan['host_p99_ms'])} ms P99"
     )
 
 

@@ -129,3 +129,10 @@ def test_an_address_without_a_server_is_said(url: str, capsys: pytest.CaptureFix
     assert f"--url {url}: " in capsys.readouterr().err
     assert main(["bench", "--url", url]) == 2
     assert "--url goes with --workload" in capsys.readouterr().err
+
+
+def test_a_workload_longer_than_the_models_sequences_is_refused_before_a_server_starts(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--workload", "W6", "--model", str(model)]) == 2
+    assert "W6 needs 100,096 positions, and llama-tiny has 2,048" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def test_where_prefill_costs_nothing_any_amount_fits() -> None:
 
 
 def test_a_long_prompt_leaves_its_tokens_a_time_of_their_own() -> None:
-    """Steps whose noise is larger than all but the time of attending: else no budget and no forecast would be finite."""
+    """Where noise is larger than all but the time of attending; else no budget and no forecast would be finite."""
     model, source = taught(100, noise=0.1), Random(1)
     for start in range(0, 400_000, 512):
         attended = 512 * start + 512 * 513 // 2

@@ -173,7 +173,9 @@ def test_what_is_kept_up_to_date_is_what_a_new_look_would_find(data: st.DataObje
             if tables.num_free_needed(sequence) <= tables.pool.num_free:
                 tables.start(sequence)
                 sequence.num_computed = len(prompt)
-                tables.commit(sequence, data.draw(st.integers(sequence.num_committed, len(prompt)), "confirmed"))
+                tables.commit(
+                    sequence, data.draw(st.integers(sequence.num_committed, len(prompt)), "confirmed")
+                )
                 running.append(sequence)
         for sequence in watching:
             if data.draw(st.booleans(), "looks"):

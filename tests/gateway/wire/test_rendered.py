@@ -51,7 +51,9 @@ def rendered_by(tokenizer: CountingTokenizer, *, most_bytes: int = 1 << 20) -> R
     return RenderedTexts(tokenizer, least_chars=0, most_bytes=most_bytes)  # type: ignore[arg-type]
 
 
-texts = st.lists(st.sampled_from([*MARKS, *MARKS, "b", "c", "x", " word", "\n", "Ünï", "<|", "|>", "😀"]), max_size=12).map("".join)
+texts = st.lists(
+    st.sampled_from([*MARKS, *MARKS, "b", "c", "x", " word", "\n", "Ünï", "<|", "|>", "😀"]), max_size=12
+).map("".join)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -67,7 +69,9 @@ def test_tokens_do_not_depend_on_what_was_encoded_before(turns: list[tuple[str, 
 @pytest.mark.parametrize(
     "turns", [("a" + MARKS[0], "b"), ("a" + MARKS[0] + "dx" + MARKS[0], "e"), (MARKS[0] + "b", MARKS[0])]
 )
-def test_tokens_that_begin_or_end_as_a_special_one_are_found_as_in_the_whole_text(turns: tuple[str, ...]) -> None:
+def test_tokens_that_begin_or_end_as_a_special_one_are_found_as_in_the_whole_text(
+    turns: tuple[str, ...],
+) -> None:
     rendered, text = rendered_by(CountingTokenizer(OVERLAPPING)), ""
     for more in turns:
         text += more
