@@ -135,6 +135,12 @@ class Kernels:
             return self.expert_linear(experts, format, num_experts, out_features, gated=gated)
         return ListedExperts([self.linear(own, format, bias) for own, bias in experts], out_features)
 
+    def pack_latent_maps(self, up: Tensor, plain_size: int) -> Tensor | native.NativeLatentMaps:
+        """The matrices [num_heads, plain + value, latent] of a layer's latent attention, as they are run."""
+        if self.team is None:
+            return up
+        return native.NativeLatentMaps(self.team, up, plain_size, self.embedding_dtype)
+
     def whole(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Rows of logits as an output head makes them -> [R, vocab]: of ranks, each makes those of its own tokens.
 

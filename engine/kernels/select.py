@@ -455,11 +455,13 @@ def check_native(model: ModelConfig, limits: LoadOptions) -> None:
             f"they have blocks of {native.BLOCK_SIZE} tokens, not {limits.block_size}"
         )
     for attention in model.attentions:
-        if isinstance(attention, LatentAttention):
-            raise native.NativeUnavailable("they have no latent attention")
         if attention.head_dim % 8:
             raise native.NativeUnavailable(
                 f"they need a head_dim that is a multiple of 8, not {attention.head_dim}"
+            )
+        if isinstance(attention, LatentAttention) and attention.latent_size % 8:
+            raise native.NativeUnavailable(
+                f"they need latents that are a multiple of 8, not {attention.latent_size}"
             )
     mixed = (state.history_channels for state in model.spec.states.values())
     if (widest := max(model.hidden_size, model.q_size, *mixed)) > native.MAX_ROW:

@@ -202,7 +202,7 @@ def _latent_attention(
     linears: dict[str, Any] = {field: reader.linear(specs[field]) for field in own.maps() if field != "up"}
     norms: dict[str, Any] = {field: reader.norm(norm, prefix) for field, norm in own.norms().items()}
     up = torch.unflatten(reader.dense(specs["up"]), 0, (own.num_heads, -1))
-    return LatentWeights(up=up, **linears, **norms)
+    return LatentWeights(up=reader.kernels.pack_latent_maps(up, own.plain_size), **linears, **norms)
 
 
 def _state_vectors(own: StateMixer, reader: Reader, prefix: str) -> StateVectors:

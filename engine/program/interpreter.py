@@ -177,6 +177,7 @@ class Run:
     def attend_latents(self, op: Op) -> None:
         assert op.latent_heads is not None
         spec, own, place = op.latent_heads.spec, op.latent_heads.own, self._kv.layout.places[op.layer]
+        assert isinstance(own.up, Tensor)
         layer_kv, plain = self._kv.layer(op.layer), spec.plain_size
         queries = self._kernels.rotate_and_write_latents(
             torch.unflatten(self._rows.pop("qkv"), -1, (spec.num_heads, spec.query_size)),

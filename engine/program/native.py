@@ -35,13 +35,15 @@ from penstock.engine.kernels.state_cache import StateCache
 from penstock.engine.program.native_layers import (
     facts,
     heads_struct,
+    latent_maps,
+    latents_struct,
     layer_experts,
     layer_mixer,
     mixer_widths,
     native_linear,
 )
 from penstock.engine.program.ops import Op, OpKind, Program, Stream
-from penstock.engine.spec import ACTIVATIONS, Attention, StateMixer
+from penstock.engine.spec import ACTIVATIONS, Attention, LatentAttention, StateMixer
 
 KINDS, STREAMS = get_args(OpKind), get_args(Stream)
 """program.h has the same orders."""
@@ -65,7 +67,7 @@ class NativeDecoder:
         self.program, self.hidden_size = program, program.hidden_size
         self._kv, self._states = kv, states
         self._kept: list[object] = [team, kv, states]
-        _check_kv(kv, sum(op.heads is not None for op in program.ops))
+        _check_kv(kv, sum(op.heads is not None or op.latent_heads is not None for op in program.ops))
         widths = self._check(program)
         ops = self._made(program)
         model = structs.Model(
@@ -144,17 +146,17 @@ class NativeDecoder:
         widths = {"hidden": hidden, "added": hidden, "gates": 0}  # of the rows written last
         largest = {"qkv": 0, "attended": 0, "inner": 0}
         for op in program.ops:
-            if op.norm is not None:
-                widths["prepared"] = hidden
             if op.kind == "join":
                 widths["prepared"] = 2 * hidden
             elif op.heads is not None:
                 widths["attended"] = self._attended(op, op.heads.spec, widths["qkv"])
+            elif op.latent_heads is not None:
+                widths["attended"] = _attended_latents(op, op.latent_heads.spec, widths)
             elif op.mixer is not None:
                 widths["attended"] = _recurred(op, op.mixer.spec, widths)
             elif op.kind == "linear":
                 linear, is_gated = native_linear(op.linear), op.target == "inner" and op.gate != "relu2"
-                if op.target in ("qkv", "inner", "per_layer", "gates"):
+                if op.target in ("qkv", "inner", "per_layer", "gates", "prepared", "latents"):
                     widths[op.target] = linear.out_features
                 expected = (widths[op.source], widths[op.target], is_gated)
                 if facts(linear) != expected:
@@ -187,7 +189,7 @@ class NativeDecoder:
             if op.kind == "join":  # prepares the rows that the next operation reads
                 own.linear = follower.linear
             mixing = own if op.kind in ("attend", "recur") else mixing
-            own.is_sampled = op.kind == "attend" and then.kind == "gather"
+            own.is_sampled = op.kind in ("attend", "attend_latents") and then.kind == "gather"
             if then.source == "attended":  # lets the rows through by gates that come with the mixer's
                 follower.mixer, follower.gates = mixing.mixer, mixing.gates
             if _reads_alike(op, then):
@@ -203,7 +205,7 @@ class NativeDecoder:
             source=STREAMS.index(op.source),
             target=STREAMS.index(op.target if op.kind != "join" else "hidden"),
             linear=None if op.linear is None else native_linear(op.linear).handle,
-            norm=address(op.norm, (size if op.kind == "combine" else hidden,), self._kept),
+            norm=address(op.norm, (_normed_width(op, hidden),), self._kept),
             is_centered=op.is_centered,
             adds=op.part if op.kind == "tap" else op.adds or op.residual_is_normed,
             scale=op.scale,
@@ -233,6 +235,13 @@ class NativeDecoder:
             spec, made.first = op.heads.spec, op.heads.first
             made.window, made.gates = spec.reach, spec.gate_size
             made.keys, made.values = keys.data_ptr(), values.data_ptr()
+        if op.latent_heads is not None:
+            (latents,) = self._kv.layer(op.layer)
+            shape = latents_struct(op.latent_heads, program.eps, program.max_position, self._kept)
+            made.shape, made.table = ctypes.pointer(shape), self._kv.layout.places[op.layer].table
+            made.stride, made.first = latents.stride(0) * latents.itemsize, op.latent_heads.first
+            made.keys = made.values = latents.data_ptr()
+            made.of_queries, made.of_latents = latent_maps(op.latent_heads, self._kept)
         return made
 
     def _set_embedding(self, model: structs.Model, embedding: Tensor | Linear) -> None:
@@ -289,6 +298,25 @@ def _reads_alike(op: Op, then: Op) -> bool:
     return op.norm is then.norm and len(forms) == 1 and torch.int8 not in forms
 
 
+def _normed_width(op: Op, hidden: int) -> int:
+    """Returns how many numbers the norm of an operation has weights for."""
+    if op.kind == "combine" and op.norm is not None:
+        return op.norm.numel()
+    return native_linear(op.linear).in_features if op.source == "prepared" else hidden
+
+
+def _attended_latents(op: Op, spec: LatentAttention, widths: dict[str, int]) -> int:
+    """Returns the width of the output of attention to latents.
+
+    Raises:
+        ValueError: queries or latents of another width do not fit the heads.
+    """
+    for stream, width in (("qkv", spec.q_size), ("latents", spec.head_dim)):
+        if widths[stream] != width:
+            raise ValueError(f"layer {op.layer}: {widths[stream]} numbers of {stream}, not {width}")
+    return spec.num_heads * spec.value_size
+
+
 def _recurred(op: Op, spec: StateMixer, widths: dict[str, int]) -> int:
     """Returns the width of a mixer's output.
 
@@ -304,7 +332,7 @@ def _recurred(op: Op, spec: StateMixer, widths: dict[str, int]) -> int:
 
 def _check_kv(kv: KVCache, num_layers: int) -> None:
     shapes = kv.layout.shapes
-    if any(s.block_size != BLOCK_SIZE or s.head_dim % 8 for s in shapes):
+    if any(s.block_size != BLOCK_SIZE or s.head_dim % 8 or s.latent_size % 8 for s in shapes):
         raise ValueError(f"blocks of {BLOCK_SIZE} tokens and heads of a multiple of 8 expected, not {shapes}")
     if num_layers != len(kv.layout.places):
         raise ValueError(f"{num_layers} layers given, {len(kv.layout.places)} in the KV cache")

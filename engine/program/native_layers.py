@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from ctypes import c_void_p
 
 import torch
 
 from penstock.engine.kernels.cpu import structs
 from penstock.engine.kernels.cpu.experts import address, experts_struct, native_experts, router_struct
+from penstock.engine.kernels.cpu.latents import NativeLatentMaps
 from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.state_cache import StateCache
-from penstock.engine.program.ops import Heads
+from penstock.engine.program.ops import Heads, LatentHeads
 from penstock.engine.program.parameters import ExpertsWeights, StateWeights
 from penstock.engine.spec import EXPERT_ACTIVATIONS, GatedDelta, Mamba2, ShortConv, StateMixer
 
@@ -59,6 +62,46 @@ def heads_struct(
         q_scales=address(heads.q_scales, (positions,), kept),
         sinks=address(own.sinks, (spec.num_heads,), kept),
     )
+
+
+def latents_struct(heads: LatentHeads, eps: float, positions: int, kept: list[object]) -> structs.Shape:
+    """The fields of a layer's attention to latents; objects that they point to join `kept`.
+
+    Raises:
+        ValueError: the norm or a table has another shape than the heads.
+    """
+    spec, angles = heads.spec, (positions, heads.spec.rotated_size // 2)
+    return structs.Shape(
+        num_heads=spec.num_heads,
+        num_kv_heads=1,
+        head_dim=spec.head_dim,
+        latent=spec.latent_size,
+        plain=spec.plain_size,
+        eps=eps,
+        divisor=1.0 / spec.scale,
+        k_norm=address(heads.own.latent_norm, (spec.latent_size,), kept),
+        cos=address(heads.cos, angles, kept),
+        sin=address(heads.sin, angles, kept),
+        q_scales=address(heads.q_scales, (positions,), kept),
+    )
+
+
+def latent_maps(heads: LatentHeads, kept: list[object]) -> tuple[int, int]:
+    """The addresses of the linear maps K and V of each head, as lists; what they point to joins `kept`.
+
+    Raises:
+        ValueError: one has another shape than the description says.
+    """
+    spec, up = heads.spec, heads.own.up
+    assert isinstance(up, NativeLatentMaps)
+    if not len(up.of_queries) == len(up.of_latents) == spec.num_heads:
+        raise ValueError(f"linear maps of {spec.num_heads} heads expected")
+    _expect("K", up.of_queries, (spec.plain_size, spec.latent_size, False))
+    _expect("V", up.of_latents, (spec.latent_size, spec.value_size, False))
+    lists = [(c_void_p * len(maps))(*(map.handle for map in maps)) for maps in (up.of_queries, up.of_latents)]
+    kept += [up, *lists]
+    of_queries, of_latents = map(ctypes.addressof, lists)
+    return of_queries, of_latents
 
 
 def layer_experts(own: ExpertsWeights, kept: list[object]) -> structs.Experts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.engine.kernels.cpu.latents import NativeLatentMaps
 from penstock.engine.kernels.cpu.linear import NativeLinear
 from penstock.engine.kernels.experts import ExpertLinear
 from penstock.engine.kernels.linear import Linear
@@ -35,8 +36,8 @@ class LatentWeights:
     """hidden, or the output of q_a, normed -> queries."""
     latent: Linear
     """hidden -> latent, rotated key."""
-    up: Tensor
-    """[heads, plain + value, latent] in the type of activations: of each head, K and V."""
+    up: Tensor | NativeLatentMaps
+    """[heads, plain + value, latent] in the type of activations: of each head, K and V. Native kernels have linear maps."""
     o: Linear
     latent_norm: Tensor
     """[latent]"""

@@ -34,6 +34,9 @@ class FloatProducts {
     }
 
    private:
+    template <class Stored>
+    friend class LatentProducts;
+
     // ---- a few rows --------------------------------------------------------------------------------------------
 
     static constexpr int kStreamedRows = 2 * kTileRows;  // bound by memory as much as by arithmetic
@@ -123,25 +126,14 @@ class FloatProducts {
     }
 
     static void add_pass(const Rows<float>& rows, const Span<W>& span, int block, const SpanTokens& seen, bool fetches) {
-        constexpr int kMost = kTilePanels * kPanel;
         const int d = rows.head_dim, tokens = seen.to - seen.from;
         const size_t bytes = d * kBlockTokens * sizeof(W);
         for (int column = 0, width; column < d; column += width) {
-            width = std::min(d - column, d - column < kMost ? kPanel : kMost);
+            width = width_at(column, d);
             for_tiles(rows.count, [&](int start, int height) {
-                const float* weights = rows.weights(start) + seen.column();
                 float* out = rows.out + start * rows.out_stride + column;
-                const auto add = [&](auto count, auto v, auto vectors) __attribute__((always_inline)) {
-                    add_columns<count(), decltype(v), vectors()>(weights, span.values + block, column, tokens, rows, out);
-                };
-                with_count<kTileRows>(height, PENSTOCK_EACH(count) {
-                    if (width == kMost)
-                        add(count, wide{}, std::integral_constant<int, kMost / kWide>());
-                    else if (width == kPanel)
-                        add(count, wide{}, std::integral_constant<int, kPanel / kWide>());
-                    else
-                        add(count, v8{}, std::integral_constant<int, 1>());
-                });
+                add_tile(height, width, rows.weights(start) + seen.column(), span.values + block, column, d, tokens, out,
+                         rows.out_stride);
                 if (!fetches) return;
                 const auto share_until = [&](int row) {
                     return to_line(bytes * (column * rows.count + row * width) / (d * rows.count));
@@ -152,14 +144,33 @@ class FloatProducts {
         }
     }
 
+    static constexpr int kMostColumns = kTilePanels * kPanel;
+
+    // How many of d columns go together from one on.
+    static int width_at(int column, int d) { return std::min(d - column, d - column < kMostColumns ? kPanel : kMostColumns); }
+
     static size_t to_line(size_t bytes) { return bytes / kCacheLine * kCacheLine; }
 
-    // out [kRows][some columns] += weights times the values of some tokens
+    // out [height][width columns] += weights times the values of some tokens, which are d apart
+    static PENSTOCK_INLINE void add_tile(int height, int width, const float* weights, const W* const* values, int column,
+                                         size_t d, int tokens, float* out, size_t stride) {
+        const auto add = [&](auto count, auto v, auto vectors) __attribute__((always_inline)) {
+            add_columns<count(), decltype(v), vectors()>(weights, values, column, d, tokens, out, stride);
+        };
+        with_count<kTileRows>(height, PENSTOCK_EACH(count) {
+            if (width == kMostColumns)
+                add(count, wide{}, std::integral_constant<int, kMostColumns / kWide>());
+            else if (width == kPanel)
+                add(count, wide{}, std::integral_constant<int, kPanel / kWide>());
+            else
+                add(count, v8{}, std::integral_constant<int, 1>());
+        });
+    }
+
     template <int kRows, class V, int kVectors>
-    static void add_columns(const float* weights, const W* const* values, int column, int tokens, const Rows<float>& rows,
-                            float* out) {
+    static void add_columns(const float* weights, const W* const* values, int column, size_t d, int tokens, float* out,
+                            size_t stride) {
         constexpr int kWidth = sizeof(V) / sizeof(float);
-        const size_t d = rows.head_dim, stride = rows.out_stride;
         V sums[kRows][kVectors];
         unrolled<kRows>(PENSTOCK_EACH(r) {
             unrolled<kVectors>(PENSTOCK_EACH(j) { sums[r][j] = load_as<V>(out + r * stride + j * kWidth); });

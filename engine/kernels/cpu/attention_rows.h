@@ -45,7 +45,7 @@ inline void merge(float* record, int head_dim, float peak, float total, const fl
 struct Split {
     int first, segments;
     size_t place;    // of the records among those of all
-    float* records;  // [segments][kv heads of a task][rows][record]
+    float* records;  // [segments][rows of all kv heads of a task][record]
     std::atomic<int> left;
 
     Split(int first, int segments, size_t place)
@@ -54,16 +54,21 @@ struct Split {
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
-// The query heads of some tokens that read the same kv heads.
+// The query heads of some tokens that read the same kv heads, or all of them latents.
 struct Task {
     int sequence;
     int token;  // first one
     int tokens;
-    int kv_head;  // first one
-    int kv_heads;
+    int part;  // first one, of Shape::parts()
+    int parts;
     int64_t cost;
     Split* split;  // or null, if the task is all that its rows see
     int segment;
+};
+
+// Some query heads that read the same kv head.
+struct HeadRange {
+    int first, count;
 };
 
 // The rows of one kv head in a task: its query heads of each token. Operand is what both products multiply: float32,
@@ -72,6 +77,7 @@ template <class Operand>
 struct Rows {
     int count;
     int head_dim;
+    int value_dim;
     float softcap;
     size_t q_stride, out_stride;  // between rows: head_dim with padding for tiles
     Operand* q;
@@ -92,12 +98,12 @@ struct Rows {
         some.total += from * kBlockTokens;
         some.first += from;
         some.limit += from;
-        some.records += from * record_size(head_dim);
+        some.records += from * record_size(value_dim);
         some.operand_scales += 2 * from;
         return some;
     }
 
-    float* record(int row) const { return records + row * record_size(head_dim); }
+    float* record(int row) const { return records + row * record_size(value_dim); }
     float& query_scale(int row) const { return operand_scales[2 * row]; }
     float& weight_scale(int row) const { return operand_scales[2 * row + 1]; }
 
@@ -132,8 +138,10 @@ struct RowLimits {
     int unit;  // more rows than this are padded to a multiple of it
 
     int padded(int count) const { return count <= unit ? count : divide_up(count, unit) * unit; }
-    int tokens_per_task(const Shape& shape) const { return std::max(1, rows / shape.group()); }
-    int heads_per_task(const Shape& shape, int tokens) const {
+    int tokens_per_task(const Shape& shape) const {
+        return std::max(1, rows / (shape.latent ? shape.num_heads : shape.group()));
+    }
+    int parts_per_task(const Shape& shape, int tokens) const {
         return std::max(1, rows / padded(tokens * shape.group()));
     }
 };
@@ -170,8 +178,20 @@ struct AttentionScratch {
     template <class Operand>
     Rows<Operand> rows(const Shape& shape) const {
         const size_t depth = depth_of(shape.head_dim);
-        return {0,         shape.head_dim, shape.softcap, depth,       depth,       reinterpret_cast<Operand*>(q.get()),
-                out.get(), scores.get(),   peak.get(),    total.get(), first.get(), limit.get(), records.get(),
+        return {0,
+                shape.head_dim,
+                shape.value_dim(),
+                shape.softcap,
+                depth,
+                depth,
+                reinterpret_cast<Operand*>(q.get()),
+                out.get(),
+                scores.get(),
+                peak.get(),
+                total.get(),
+                first.get(),
+                limit.get(),
+                records.get(),
                 operand_scales.get()};
     }
 };
@@ -292,7 +312,7 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
         const float shrink = exp2(splat(before - peak))[0];
         unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] *= all<wide>(shrink); });
         float* out = rows.out + row * rows.out_stride;
-        multiply(out, rows.head_dim, shrink);
+        multiply(out, rows.value_dim, shrink);
     }
     if constexpr (std::is_integral_v<Operand>) {
         weigh(scores, low, high, peak, scales->values, scores, sums);
@@ -305,13 +325,12 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
     clear(weights, high, end);
 }
 
-// Rows in passes of nearly equal size: of so many that a span's scores stay in the first-level cache. Each goes through
+// Rows in passes of nearly equal size: of so many that a span's scores stay near. Each goes through
 // score(rows, first block, tokens that they see, fetches), the softmax, and add(...) with the same; the first that sees
 // anything fetches what comes next.
-template <class Operand, class Score, class Add>
+template <int kPassRows = 4 * kTileRows, class Operand, class Score, class Add>
 PENSTOCK_INLINE void advance_in_passes(const Rows<Operand>& rows, const SpanTokens& tokens, const SpanScales* scales,
                                        const Score& score, const Add& add) {
-    constexpr int kPassRows = 4 * kTileRows;
     const int passes = divide_up(rows.count, kPassRows), tiles = divide_up(rows.count, kTileRows);
     bool fetches = true;
     for (int i = 0; i < passes; i++) {

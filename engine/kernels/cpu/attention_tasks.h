@@ -29,7 +29,7 @@ class AttentionTasks {
     // Those of a layer, whose step says what a token sees.
     const std::vector<Task>& of(const AttentionStep& step, Queries queries) {
         const Shape& shape = *step.shape;
-        const Key key{shape.num_kv_heads, shape.group(), shape.head_dim, step.window, step.first, queries};
+        const Key key{shape.parts(), shape.group(), shape.head_dim, step.window, step.first, queries};
         auto plan = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) { return plan.key == key; });
         if (plan == plans_.end()) plan = plans_.insert(plan, Plan{key, {}, {}, {}, 0});
         if (plan->tasks.empty()) make(*plan, step);
@@ -76,11 +76,12 @@ class AttentionTasks {
     void make(Plan& plan, const AttentionStep& step) const {
         const std::vector<Run> runs = runs_of(std::get<Queries>(plan.key));
         int64_t total = 0;
-        for (const Run& run : runs) total += cost_of(step, run.from, run.to) * step.shape->num_kv_heads;
+        for (const Run& run : runs) total += cost_of(step, run.from, run.to) * step.shape->parts();
+        const int least = least_parts(*step.shape, runs);
         size_t size = 0;
         plan.splits.clear();
         for (const Run& run : runs)
-            if (!add_split(plan, step, run, total / (4 * threads_), size)) add(plan, step, run);
+            if (!add_split(plan, step, run, total / (4 * threads_), least, size)) add(plan, step, run, least);
         if (size > plan.capacity) {
             plan.capacity = 0;
             plan.records = allocate<float>(size);
@@ -91,50 +92,60 @@ class AttentionTasks {
                          [](const Task& a, const Task& b) { return a.cost > b.cost; });
     }
 
-    // Of one kv head of rows that are neighbours.
+    // The fewest parts of a task: one where there is little work. Query heads that are rows of one pass over latents share
+    // the cost of the pass, so that these are as many as leave each thread a task.
+    int least_parts(const Shape& shape, const std::vector<Run>& runs) const {
+        if (!shape.latent) return step_.sequences < 4 * threads_ ? 1 : shape.num_kv_heads;
+        int64_t pieces = 0;
+        for (const Run& run : runs) pieces += divide_up(run.to - run.from, limits_.tokens_per_task(shape));
+        const int64_t fair = (shape.num_heads * pieces + threads_ - 1) / threads_;
+        return static_cast<int>(std::clamp<int64_t>(fair, std::min(shape.num_heads, std::max(kTileRows, limits_.unit)), shape.num_heads));
+    }
+
+    // Of one part of rows that are neighbours.
     static int64_t cost_of(const AttentionStep& step, int from, int to) {
         return int64_t(to - from) * (step.positions[to - 1] + 1 - first_seen(step, step.positions[from]));
     }
 
-    // With work enough for everyone, a task takes as many heads as it has rows for.
-    void add(Plan& plan, const AttentionStep& step, const Run& run) const {
+    // With work enough for everyone, a task takes as many parts as it has rows for.
+    void add(Plan& plan, const AttentionStep& step, const Run& run, int least) const {
         const int most = limits_.tokens_per_task(*step.shape);
-        const bool is_scarce = step_.sequences < 4 * threads_;
         for (int t = run.from; t < run.to; t += most) {
             const int to = std::min(t + most, run.to);
             const int64_t cost = cost_of(step, t, to);
-            for_heads(step, to - t, is_scarce ? 1 : step.shape->num_kv_heads, [&](int head, int some) {
-                plan.tasks.push_back({run.sequence, t, to - t, head, some, cost * some, nullptr, 0});
+            for_parts(step, to - t, least, [&](int part, int some) {
+                plan.tasks.push_back({run.sequence, t, to - t, part, some, cost * some, nullptr, 0});
             });
         }
     }
 
-    // Makes a task of each segment of a few rows, if their heads are more than `share` of the step's cost, which is small
+    // Makes a task of each segment of a few rows, if their parts are more than `share` of the step's cost, which is small
     // beside what a thread has to do.
-    bool add_split(Plan& plan, const AttentionStep& step, const Run& run, int64_t share, size_t& size) const {
+    bool add_split(Plan& plan, const AttentionStep& step, const Run& run, int64_t share, int least, size_t& size) const {
         const Shape& shape = *step.shape;
-        const int tokens = run.to - run.from, heads = shape.num_kv_heads;
+        const int tokens = run.to - run.from, parts = shape.parts();
         const int first = first_seen(step, step.positions[run.from]) / kSegment;
         const int segments = step.positions[run.to - 1] / kSegment + 1 - first;
-        const size_t more = segments * record_size(shape.head_dim) * shape.num_heads * tokens;
+        const size_t more = segments * record_size(shape.value_dim()) * shape.num_heads * tokens;
         if (segments == 1 || tokens > limits_.tokens_per_task(shape) || size + more > kMostRecords) return false;
-        if (cost_of(step, run.from, run.to) * heads <= share) return false;
+        if (cost_of(step, run.from, run.to) * parts <= share) return false;
         const int64_t cost = int64_t(tokens) * kSegment;
-        for_heads(step, tokens, std::max<int64_t>(share / cost, 1), [&](int head, int some) {
+        for_parts(step, tokens, std::max<int64_t>(share / cost, shape.latent ? least : 1), [&](int part, int some) {
             plan.splits.emplace_back(first, segments, size);
-            size += more / heads * some;
+            size += more / parts * some;
             for (int i = first; i < first + segments; i++)
-                plan.tasks.push_back({run.sequence, run.from, tokens, head, some, cost * some, &plan.splits.back(), i});
+                plan.tasks.push_back({run.sequence, run.from, tokens, part, some, cost * some, &plan.splits.back(), i});
         });
         return true;
     }
 
-    // Calls function(first head, heads) for at most `most` kv heads at a time, and no more than a task has rows for.
+    // Calls function(first part, parts) for at most `most` parts at a time, and no more than a task has rows for.
     template <class Function>
-    void for_heads(const AttentionStep& step, int tokens, int64_t most, const Function& function) const {
-        const int heads = step.shape->num_kv_heads;
-        const int together = static_cast<int>(std::min<int64_t>(most, limits_.heads_per_task(*step.shape, tokens)));
-        for (int head = 0; head < heads; head += together) function(head, std::min(together, heads - head));
+    void for_parts(const AttentionStep& step, int tokens, int64_t most, const Function& function) const {
+        const int parts = step.shape->parts();
+        int together = static_cast<int>(std::min<int64_t>(most, limits_.parts_per_task(*step.shape, tokens)));
+        if (step.shape->latent) together = even_part(parts, together);
+        for (int part = 0; part < parts; part += together) function(part, std::min(together, parts - part));
     }
 
     static constexpr size_t kMostRecords = size_t(16) << 20;  // floats, of a step

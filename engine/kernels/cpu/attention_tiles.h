@@ -131,7 +131,7 @@ class TileProducts {
     static void advance(const Rows<BFloat>& rows, const Span<W>& span, const SpanTokens& tokens,
                         AttentionScratch& scratch) {
         constexpr int kPass = kRowTiles * kTileHeight;
-        const TileProducts products(rows.head_dim, span, tokens, scratch);
+        const TileProducts products(rows.head_dim, rows.value_dim, span, tokens, scratch);
         bool has_values = false;
         for (int start = 0; start < rows.count; start += kPass) {
             const Rows<BFloat> pass = rows.part(start, std::min(kPass, rows.count - start));
@@ -146,12 +146,13 @@ class TileProducts {
     }
 
    private:
-    TileProducts(int head_dim, const Span<W>& span, const SpanTokens& tokens, AttentionScratch& scratch)
+    TileProducts(int head_dim, int value_dim, const Span<W>& span, const SpanTokens& tokens, AttentionScratch& scratch)
         : span_(span),
           tokens_(tokens),
           head_dim_(head_dim),
+          value_dim_(value_dim),
           depth_(divide_up(head_dim, kTileDepth) * kTileDepth),
-          columns_(divide_up(head_dim, kTileHeight)),
+          columns_(divide_up(value_dim, kTileHeight)),
           scales_(gather_scales(span, tokens, scratch)),
           values_(scratch.blocks.get() + kSpan * depth_) {
         for (int b = 0; b < span.blocks; b++)
@@ -175,16 +176,27 @@ class TileProducts {
     }
 
     void bring_pair(int at) const {
-        const int row = 2 * head_dim_, width = 2 * kTileHeight * columns_, token = at - tokens_.column();
+        const int row = 2 * value_dim_, width = 2 * kTileHeight * columns_, token = at - tokens_.column();
         BFloat* to = values_ + at / 2 * width;
         const int there = token < 0 ? 0 : tokens_.to - tokens_.from - token;
         if (there <= 0) return clear(to, 0, width);
         const int b = token / kBlockTokens, pair = token % kBlockTokens / 2;
-        const size_t share = row * sizeof(W);
-        widen(span_.values[b] + pair * row, row, to);
+        const size_t share = 2 * head_dim_ * sizeof(W);
+        if (value_dim_ < head_dim_)
+            turn_pair(span_.keys[b] + 4 * pair, to);
+        else
+            widen(span_.values[b] + pair * row, row, to);
         fetch(span_.fetched_keys[b], pair * share, (pair + 1) * share);
         if (there == 1)
             for (int i = 1; i < row; i += 2) to[i] = BFloat{0};
+    }
+
+    // The values of two tokens that latents begin with: [numbers / 2][16 tokens][2] become [numbers][2 tokens].
+    void turn_pair(const W* from, BFloat* to) const {
+        for (int i = 0; i < value_dim_; i += 2, from += 2 * kBlockTokens, to += 4) {
+            const W turned[] = {from[0], from[2], from[1], from[3]};
+            widen(turned, 4, to);
+        }
     }
 
     // scores [rows][tokens of the span] = queries times keys
@@ -214,6 +226,7 @@ class TileProducts {
     const Span<W>& span_;
     const SpanTokens& tokens_;
     const int head_dim_;
+    const int value_dim_;
     const int depth_;    // head_dim with the padding of keys
     const int columns_;  // tiles of values
     const SpanScales* scales_;

@@ -14,7 +14,7 @@ class Decoder {
         : team_(team),
           model_(model),
           ops_(model.ops, model.ops + model.num_ops),
-          attention_(attention_over(static_cast<Type>(model.kv_type))),
+          attention_(attention_over(static_cast<Type>(model.kv_type), has_latents(model))),
           tasks_(attention_.limits, team.size()),
           experts_(team),
           states_(model, team.size()) {
@@ -52,6 +52,10 @@ class Decoder {
     ExpertsWork& experts() { return experts_; }
 
    private:
+    static bool has_latents(const Model& model) {
+        return std::any_of(model.ops, model.ops + model.num_ops, [](const Op& op) { return op.shape && op.shape->latent; });
+    }
+
     // Grows with the largest batch seen and never shrinks.
     void reserve() {
         const size_t rows = std::max(step_.tokens, step_.samples);
@@ -63,7 +67,9 @@ class Decoder {
         capacity_ = 0;
         hidden_ = allocate_hot<float>(rows * ld_hidden_);
         sampled_hidden_ = allocate_hot<float>(rows * ld_hidden_);
-        int depth = 0;
+        int depth = 0, head_depth = 0;
+        size_t heads = 0;  // times rows: those of products by head that are not read as they are
+        ld_heads_ = ld_latents_ = ld_ranked_ = 0;
         std::vector<const Experts*> experts;
         for (const Op& op : ops_) {
             if (op.experts) experts.push_back(op.experts);
@@ -76,7 +82,20 @@ class Decoder {
                 features_ = allocate_hot<float>(rows * padded(op.linear->n));
             }
             if (op.to == Stream::gates) ld_gates_ = std::max(ld_gates_, padded(op.linear->n));
+            if (op.to == Stream::latents) ld_latents_ = std::max(ld_latents_, padded(op.linear->n));
+            if (op.to == Stream::prepared && op.linear) ld_ranked_ = std::max(ld_ranked_, padded(op.linear->n));
+            if (op.kind != OpKind::attend_latents) continue;
+            ld_heads_ = std::max(ld_heads_, padded(op.shape->q_size()));
+            for (const Linear* linear : {op.of_queries[0], op.of_latents[0]})
+                if (linear->form != Form::f32) {
+                    head_depth = std::max(head_depth, linear->depth);
+                    heads = std::max<size_t>(heads, op.shape->num_heads);
+                }
         }
+        latents_ = allocate_hot<float>(rows * ld_latents_);
+        ranked_ = allocate_hot<float>(rows * ld_ranked_);
+        heads_ = allocate_hot<float>(rows * ld_heads_);
+        if (heads > 0) head_input_.reserve(static_cast<int>(rows * heads), head_depth, Form::bf16);
         gates_ = allocate_hot<float>(rows * ld_gates_);
         input_.reserve(static_cast<int>(rows), depth);
         if (!experts.empty()) experts_.reserve(experts, static_cast<int>(rows), model_.hidden);
@@ -95,6 +114,7 @@ class Decoder {
         norms_.clear();
         conversions_.clear();
         attentions_.clear();
+        by_head_.clear();
         tasks_.start(step_, sequence_of_.data());
         experts_.start(&phases_);
         states_.start(step_);
@@ -113,7 +133,8 @@ class Decoder {
             case OpKind::experts: return add_experts(op);
             case OpKind::norm: return add_norm(op, stream(op.from), nullptr, stream(op.to));
             case OpKind::finish: return add_norm(op, stream(Stream::hidden), nullptr, {});
-            case OpKind::attend: return add_attention(op);
+            case OpKind::attend: return add_attention(op, attention_step(op));
+            case OpKind::attend_latents: return add_latents(op);
             case OpKind::recur: return add_states(op);
             case OpKind::tap: return add<&Decoder::run_tap>(static_cast<uint32_t>(op.adds), chunks, op.time);
             case OpKind::keep:
@@ -145,7 +166,8 @@ class Decoder {
             case Stream::added: return {added_.get(), ld_hidden_};
             case Stream::per_layer: return {parts_.get(), ld_parts_};
             case Stream::gates: return {gates_.get(), ld_gates_};
-            case Stream::prepared: break;
+            case Stream::latents: return {latents_.get(), ld_latents_};
+            case Stream::prepared: return {ranked_.get(), ld_ranked_};
         }
         return {};
     }
@@ -202,20 +224,53 @@ class Decoder {
     }
 
     void add_norm(const Op& op, Place from, const Linear* next, Place to) {
-        norms_.push_back({from.rows, &op, rows_, next, to.rows});
+        const int width = op.from == Stream::prepared ? next->k : model_.hidden;
+        norms_.push_back({from.rows, from.ld, width, &op, rows_, next, to.rows});
         const uint32_t number = static_cast<uint32_t>(norms_.size() - 1);
         add<&Decoder::run_norm>(number, divide_up(rows_, kRowsPerChunk), Kind::norm);
     }
 
-    void add_attention(const Op& op) {
+    void add_attention(const Op& op, const AttentionStep& step) {
+        const int number = place_tokens(op, step);
+        add<&Decoder::run_attend>(number, static_cast<int>(attentions_[number].tasks->size()), Kind::attention);
+    }
+
+    // K maps queries between their rotation and attention, which leaves latents in their place; V maps these.
+    void add_latents(const Op& op) {
+        const Shape& shape = *op.shape;
+        const Place queries = stream(Stream::qkv), latents = stream(Stream::latents), out = stream(Stream::attended);
+        AttentionStep step = attention_step(op);
+        step.qkv = step.out = heads_.get();
+        step.ld = step.ldo = ld_heads_;
+        step.queries = queries.rows, step.ld_queries = queries.ld;
+        step.latents = latents.rows, step.ld_latents = latents.ld;
+        const int number = place_tokens(op, step);
+        const size_t query = shape.plain + shape.rotated(), d = shape.head_dim, value = op.of_latents[0]->n;
+        add_heads({op.of_queries, shape.num_heads, queries.rows, queries.ld, query, heads_.get(), ld_heads_, d, rows_, {}},
+                  Kind::qkv);
+        add<&Decoder::run_attend>(number, static_cast<int>(attentions_[number].tasks->size()), Kind::attention);
+        add_heads({op.of_latents, shape.num_heads, heads_.get(), ld_heads_, d, out.rows, out.ld, value, rows_, {}}, Kind::o);
+    }
+
+    void add_heads(PlannedHeads by, Kind kind) {
+        const Linear& first = *by.linears[0];
+        by.cut = cut(first, rows_, team_.size(), by.heads);
+        by_head_.push_back(by);
+        const uint32_t number = static_cast<uint32_t>(by_head_.size() - 1);
+        if (first.form != Form::f32)
+            add<&Decoder::run_convert_heads>(number, divide_up(rows_, kRowsPerChunk), Kind::prepare);
+        add<&Decoder::run_heads>(number, by.heads * static_cast<int>(by.cut.chunks()), kind);
+    }
+
+    // The number of the attention whose queries, keys and values are put in their places.
+    uint32_t place_tokens(const Op& op, const AttentionStep& step) {
         const Queries queries = is_sampled_     ? Queries::gathered
                                 : op.is_sampled ? Queries::sampled
                                                 : Queries::all;
-        const AttentionStep step = attention_step(op);
         attentions_.push_back({step, &tasks_.of(step, queries), rows_});
         const uint32_t number = static_cast<uint32_t>(attentions_.size() - 1);
         add<&Decoder::run_place>(number, divide_up(rows_, rows_to_place(rows_)), Kind::place);
-        add<&Decoder::run_attend>(number, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
+        return number;
     }
 
     // The rows in the form that a linear reads, by a phase of its own where they are not.
@@ -251,7 +306,11 @@ class Decoder {
                 qkv_.get() + op.gates,
                 ld_qkv_,
                 stream(Stream::attended).rows,
-                ld_q_};
+                ld_q_,
+                nullptr,
+                0,
+                nullptr,
+                0};
     }
 
     size_t block_of(const int32_t* tables, int sequence, int position) const {
@@ -299,13 +358,13 @@ class Decoder {
         const int width = op.linear ? op.linear->n : model_.hidden;
         for_rows(chunk, step_.tokens, [&](int t) {
             const float* row = op.linear ? features_.get() + t * padded(width)
-                                         : normed(op, hidden_.get() + t * ld_hidden_, team_.scratch(worker));
+                                         : normed(op, hidden_.get() + t * ld_hidden_, width, team_.scratch(worker));
             to_operands(row, width, width, static_cast<BFloat*>(op.rows) + place_of(sequence_of_[t], step_.positions[t]) * width);
         });
     }
 
-    const float* normed(const Op& op, const float* x, float* out) const {
-        (op.is_centered ? layer_norm : rms_norm)(x, op.norm, model_.hidden, model_.eps, out);
+    const float* normed(const Op& op, const float* x, int width, float* out) const {
+        (op.is_centered ? layer_norm : rms_norm)(x, op.norm, width, model_.eps, out);
         return out;
     }
 
@@ -339,11 +398,11 @@ class Decoder {
 
     void run_norm(uint32_t index, int chunk, int worker) {
         const PlannedNorm& norm = norms_[index];
-        const int width = model_.hidden;
+        const int width = norm.width;
         const bool is_output = !norm.next && !norm.to;
         for_rows(chunk, norm.rows, [&](int r) {
             float* out = is_output ? out_ + static_cast<size_t>(r) * width : team_.scratch(worker);
-            normed(*norm.op, norm.x + r * ld_hidden_, out);
+            normed(*norm.op, norm.x + r * norm.ldx, width, out);
             if (norm.next) input_.convert(*norm.next, r, out);
             if (norm.to) add_row(out, width, norm.op->scale, norm.op->after, norm.to + r * ld_hidden_);
         });
@@ -378,6 +437,25 @@ class Decoder {
     void run_product(uint32_t index, int chunk, int worker) {
         const PlannedProduct& planned = products_[index];
         multiply(planned.product, planned.cut, static_cast<uint32_t>(chunk), team_.scratch(worker));
+    }
+
+    void run_convert_heads(uint32_t index, int chunk, int) {
+        const PlannedHeads& by = by_head_[index];
+        for_rows(chunk, by.rows, [&](int r) {
+            for (int head = 0; head < by.heads; head++)
+                head_input_.convert(*by.linears[head], head * by.rows + r, by.x + r * by.ldx + head * by.x_apart);
+        });
+    }
+
+    void run_heads(uint32_t index, int chunk, int worker) {
+        const PlannedHeads& by = by_head_[index];
+        const int chunks = static_cast<int>(by.cut.chunks()), head = chunk / chunks;
+        const Linear& linear = *by.linears[head];
+        const Activations x = linear.form == Form::f32 ? floats(by.x + head * by.x_apart, by.ldx)
+                                                       : head_input_.activations(linear).from(head * by.rows);
+        const Linear* next = head + 1 < by.heads ? by.linears[head + 1] : nullptr;
+        const Product product{&linear, x, by.rows, by.out + head * by.out_apart, by.ldo, Form::f32, nullptr, next};
+        multiply(product, by.cut, static_cast<uint32_t>(chunk % chunks), team_.scratch(worker));
     }
 
     void run_experts(uint32_t argument, int chunk, int worker) { experts_.run(argument, chunk, worker); }
@@ -428,13 +506,18 @@ class Decoder {
     std::vector<Conversion> conversions_;
     std::vector<PlannedProduct> products_;
     std::vector<PlannedAttention> attentions_;
+    std::vector<PlannedHeads> by_head_;
 
     size_t capacity_ = 0;  // rows
     int rows_ = 0;  // of the operation that is planned
     bool is_sampled_ = false;
     Form inner_form_ = Form::f32;
     size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_inner_ = 0, ld_parts_ = 0, ld_gates_ = 0, ld_joined_ = 0;
-    Prepared input_;  // of the product that comes next
+    size_t ld_heads_ = 0, ld_latents_ = 0, ld_ranked_ = 0;
+    Prepared input_;       // of the product that comes next
+    Prepared head_input_;  // of products by head, one head's rows after another's
+    Buffer<float> heads_;  // queries after K, then what is attended to of latents: [heads][head_dim] in a row
+    Buffer<float> latents_, ranked_;
     Buffer<float> hidden_, qkv_, attended_, inner_, added_, sampled_hidden_, sampled_attended_;
     Buffer<float> parts_, gates_;  // of all layers, and what one of them lets through of its own; or of a state
     Buffer<float> joined_, features_;  // what a head, or `keep`, reads side by side, and what the latter makes of it

@@ -10,6 +10,10 @@
 // bfloat16 and int8 are multiplied by tiles where the build has them, int8 by integers elsewhere. In int8, the integers
 // of all kv heads are followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token
 // and head.
+//
+// A layer of latents has one plane and no heads: a token's numbers lie as keys do, and the first of them are its value, too.
+// Products with values take them from there, some columns at a time. In int8, as many neighbours as are rotated share a
+// scale, [groups][16 tokens], and products are those of floats, on every level.
 #pragma once
 
 #include <limits>
@@ -29,18 +33,24 @@ struct Shape {
     int32_t norms_rows;    // all heads are normed as one row, rather than each
     int32_t norms_last;    // the norms follow the rotation
     int32_t shares;        // keys and values are another layer's: there are queries alone
+    int32_t latent;        // the first numbers of a key, so many, are its value, too, and all query heads read them; or 0
+    int32_t plain;         // of latents, the numbers of a head's query before its matrix K that are not rotated
     float eps;
     float divisor;         // of scores
     float softcap;         // c: scores become c tanh(score / c); 0 is none
     const float* q_norm;   // or null
-    const float* k_norm;
+    const float* k_norm;   // of latents, [latent]
     const float* v_norm;   // of each head
-    const float* cos;      // [max position][head_dim / 2]
+    const float* cos;      // [max position][rotated() / 2]
     const float* sin;
     const float* q_scales; // [max position], or null: queries are multiplied by them
     const float* sinks;    // [num_heads], or null: one more score of the softmax, which has no value
 
-    int group() const { return num_heads / num_kv_heads; }
+    // What tasks are made of: the query heads of a kv head; of latents, each query head by itself.
+    int parts() const { return latent ? num_heads : num_kv_heads; }
+    int group() const { return num_heads / parts(); }
+    int rotated() const { return head_dim - latent; }
+    int value_dim() const { return latent ? latent : head_dim; }
     int q_size() const { return num_heads * head_dim; }
     int spread() const { return std::min(kMostRotated, head_dim / 2 & -(head_dim / 2)); }  // inputs of a rotated block
     int kv_size() const { return num_kv_heads * head_dim; }
@@ -53,7 +63,12 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
-// Whether a storage type of the cache comes with scales, is multiplied by tiles, and lies in pairs.
+// A number of a latent in int8.
+struct GroupedInt8 {
+    int8_t value;
+};
+
+// Whether a storage type of the cache comes with a scale of each head, is multiplied by tiles, and lies in pairs.
 template <class W>
 constexpr bool kIsScaled = std::is_same_v<W, Int8>;
 template <class W>
@@ -118,10 +133,14 @@ struct AttentionStep {
     char* keys;  // of this layer
     char* values;
     size_t stride;  // bytes from block to block
-    float* qkv;  // [T][ld]: queries, keys, values; the queries ready and scaled
+    float* qkv;  // [T][ld]: queries, keys, values; the queries ready and scaled; of latents, queries after K
     size_t ld;
-    float* out;  // [T][ldo]
+    float* out;  // [T][ldo], as far apart for each head as queries are
     size_t ldo;
+    float* queries;  // of latents, before K: [T][ld_queries]
+    size_t ld_queries;
+    float* latents;  // [T][ld_latents]
+    size_t ld_latents;
 };
 
 // The first token that the one at a position sees.
@@ -221,6 +240,12 @@ void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int of
     }
 }
 
+// What scores are multiplied by: softmax is in powers of 2; scores that are capped come to that later.
+inline float score_scale(const Shape& shape, int position) {
+    const float scale = (shape.softcap > 0.0f ? 1.0f / shape.softcap : 1.44269504088896341f) / shape.divisor;
+    return scale * (shape.q_scales ? shape.q_scales[position] : 1.0f);
+}
+
 // One token's queries in place (ready to be multiplied with keys), its keys and values into the cache. Keys of 8 bits are
 // spread before they are rounded, and so are queries: see rotate_and_write in kernels/reference.py.
 template <class W>
@@ -230,11 +255,8 @@ void place_token(const AttentionStep& step, int token, size_t block) {
     float* row = step.qkv + token * step.ld;
     float* keys = row + shape.q_size();
     float* values = keys + shape.kv_size();
-    // Softmax is in powers of 2; scores that are capped come to that later.
-    const float scale = (shape.softcap > 0.0f ? 1.0f / shape.softcap : 1.44269504088896341f) / shape.divisor;
-    const float more = shape.q_scales ? shape.q_scales[position] : 1.0f;
     const int spread = kIsScaled<W> ? shape.spread() : 1;
-    prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, scale * more / static_cast<float>(spread));
+    prepare_heads(row, shape.num_heads, shape.q_norm, shape, position, score_scale(shape, position) / static_cast<float>(spread));
     if (spread > 1) rotate(row, shape.q_size(), spread, row);
     if (shape.shares) return;
     prepare_heads(keys, shape.num_kv_heads, shape.k_norm, shape, position, 1.0f);
@@ -246,6 +268,40 @@ void place_token(const AttentionStep& step, int token, size_t block) {
         write_head(keys + h * d, d, k, offset, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); });
         write_head(values + h * d, d, v, offset,
                    [&](int i) __attribute__((always_inline)) { return value_place<W>(i, offset, d); });
+    }
+}
+
+// Writes a token's latent and rotated key.
+template <class W>
+void write_latent(const float* x, const Shape& shape, char* start, int offset) {
+    const auto place = [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); };
+    if constexpr (std::is_same_v<W, GroupedInt8>) {
+        const int size = shape.rotated();
+        HeadInBlock<Int8> group(start, shape, 0);
+        for (int i = 0; i < shape.head_dim; i += size, group.elements += size * kBlockTokens, group.scales += kBlockTokens)
+            write_head(x + i, size, group, offset, place);
+    } else {
+        write_head(x, shape.head_dim, HeadInBlock<W>(start, shape, 0), offset, place);
+    }
+}
+
+// One token's queries, of which the rotated numbers go where those after K are, and its latent into the cache.
+template <class W>
+void place_latent(const AttentionStep& step, int token, size_t block) {
+    const Shape& shape = *step.shape;
+    const int position = step.positions[token], rotated = shape.rotated(), half = rotated / 2, query_size = shape.plain + rotated;
+    const float *cos = shape.cos + static_cast<size_t>(position) * half, *sin = shape.sin + static_cast<size_t>(position) * half;
+    float* latent = step.latents + token * step.ld_latents;
+    rms_norm(latent, shape.k_norm, shape.latent, shape.eps, latent);
+    rotate(latent + shape.latent, cos, sin, half, 1.0f);
+    write_latent<W>(latent, shape, step.keys + block * step.stride, position % kBlockTokens);
+    const float factor = score_scale(shape, position);
+    for (int h = 0; h < shape.num_heads; h++) {
+        float* query = step.queries + token * step.ld_queries + h * query_size;
+        float* turned = step.qkv + token * step.ld + h * shape.head_dim + shape.latent;
+        multiply(query, shape.plain, factor);
+        std::memcpy(turned, query + shape.plain, rotated * sizeof(float));
+        rotate(turned, cos, sin, half, factor);
     }
 }
 

@@ -11,6 +11,8 @@ namespace penstock {
 // A norm of rows: as the input of a linear, added to others, or as the output.
 struct PlannedNorm {
     const float* x;
+    size_t ldx;
+    int width;
     const Op* op;
     int rows;
     const Linear* next;
@@ -29,6 +31,18 @@ struct Conversion {
 struct PlannedProduct {
     Product product;
     Cut cut;
+};
+
+// A linear of each head, applied to the head's numbers of each row.
+struct PlannedHeads {
+    const Linear* const* linears;
+    int heads;
+    const float* x;
+    size_t ldx, x_apart;  // between rows, and between heads
+    float* out;
+    size_t ldo, out_apart;
+    int rows;
+    Cut cut;  // of one
 };
 
 struct PlannedAttention {

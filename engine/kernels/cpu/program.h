@@ -14,9 +14,10 @@ enum class Stream : int32_t {
     attended,
     inner,
     added,
-    prepared,  // what a head has joined, in the form that its linear reads
+    prepared,  // what a head has joined, in the form that its linear reads; or what is read through a norm
     per_layer,
     gates,     // of a layer's part of `per_layer`
+    latents,
 };
 
 enum class OpKind : int32_t {
@@ -33,6 +34,7 @@ enum class OpKind : int32_t {
     join,     // a head's input: `hidden`, the rows of embeddings, becomes the residual; see Op
     experts,  // what experts make of a norm of `from`, or of `from` -> `to`, or added to it, times `scale`
     recur,    // qkv, and gates -> attended, by a state of the tokens before
+    attend_latents,  // qkv, which is queries, and latents -> attended; latents go into the cache
 };
 
 // A router and the experts that it chooses from, of which there are those from `first` on, and shared ones.
@@ -111,6 +113,7 @@ struct Op {
     char* values;
     int64_t stride;      // bytes from block to block
     const Experts* experts;
+    const Linear *const *of_queries, *const *of_latents;  // [heads]: K, plain numbers of a query -> latent; V, latent -> values
     const Mixer* mixer;  // of recur, and of the linear that reads what it makes
     int32_t gates;       // of attention, and of the linear that reads what it makes: so many come before the queries
     int32_t follows_norm;  // of join: a chain goes on from hidden as it left the last norm, and not as it came to it

@@ -18,7 +18,7 @@ def fields(type: type, names: str) -> list[tuple[str, type]]:
 
 class Shape(ctypes.Structure):
     _fields_ = [
-        *fields(c_int32, "num_heads num_kv_heads head_dim norms_rows norms_last shares"),
+        *fields(c_int32, "num_heads num_kv_heads head_dim norms_rows norms_last shares latent plain"),
         *fields(c_float, "eps divisor softcap"),
         *fields(c_void_p, "q_norm k_norm v_norm cos sin q_scales sinks"),
     ]
@@ -71,6 +71,7 @@ class Op(ctypes.Structure):
         *fields(c_void_p, "rows_norm keys values"),
         ("stride", c_int64),
         ("experts", ctypes.POINTER(Experts)),
+        *fields(c_void_p, "of_queries of_latents"),
         ("mixer", ctypes.POINTER(Mixer)),
         *fields(c_int32, "gates follows_norm"),
     ]
