@@ -14,7 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM)
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 """transformers itself has no such entry."""
 
 COMMON: dict[str, Any] = {
@@ -43,7 +45,7 @@ YARN = {
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 48,
-    "q_lora_rank": 40,
+    "q_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
