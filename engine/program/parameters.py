@@ -37,7 +37,7 @@ class LatentWeights:
     latent: Linear
     """hidden -> latent, rotated key."""
     up: Tensor | NativeLatentMaps
-    """[heads, plain + value, latent] in the type of activations: of each head, K and V. Native kernels have linear maps."""
+    """[heads, plain + value, latent] in the type of activations: of each head, K and V; native kernels have maps."""
     o: Linear
     latent_norm: Tensor
     """[latent]"""
