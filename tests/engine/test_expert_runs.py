@@ -25,7 +25,7 @@ from tests.gateway.harness import EOS, make_tokenizer
 LONG = tuple(31 * i % 390 + 3 for i in range(70))
 
 
-@pytest.fixture(scope="module", params=["Qwen 3 MoE", "gpt-oss", "Llama 4"])
+@pytest.fixture(scope="module", params=["Qwen 3 MoE", "gpt-oss", "Llama 4", "DeepSeek V3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return SPARSE[request.param].make(tmp_path_factory.mktemp("sparse"))
 

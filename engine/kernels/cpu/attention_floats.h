@@ -134,14 +134,15 @@ class FloatProducts {
                 float* out = rows.out + start * rows.out_stride + column;
                 add_tile(height, width, rows.weights(start) + seen.column(), span.values + block, column, d, tokens, out,
                          rows.out_stride);
-                if (!fetches) return;
-                const auto share_until = [&](int row) {
-                    return to_line(bytes * (column * rows.count + row * width) / (d * rows.count));
-                };
-                for (int b = 0; b < span.blocks; b++)
-                    fetch(span.fetched_keys[b], share_until(start), share_until(start + height));
+                if (fetches) fetch_share(span, bytes, rows.count * column + start * width, height * width, rows.count * d);
             });
         }
+    }
+
+    // Fetches as much of the blocks that are read next, of so many bytes, as some steps from `done` on are of all.
+    static PENSTOCK_INLINE void fetch_share(const Span<W>& span, size_t bytes, int done, int steps, int all) {
+        const size_t from = to_line(bytes * done / all), to = to_line(bytes * (done + steps) / all);
+        for (int b = 0; b < span.blocks; b++) fetch(span.fetched_keys[b], from, to);
     }
 
     static constexpr int kMostColumns = kTilePanels * kPanel;

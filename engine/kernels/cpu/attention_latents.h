@@ -89,12 +89,11 @@ class LatentProducts {
                 values[b] = turned + b * kBlockTokens * width;
                 turn_columns(span.keys[block + b] + column * kBlockTokens, width, turned + b * kBlockTokens * width);
             }
-            for (int b = 0; b < span.blocks; b++)
-                fetch(span.fetched_keys[b], Floats::to_line(ahead * column / d), Floats::to_line(ahead * (column + width) / d));
             for_tiles(rows.count, [&](int start, int height) {
                 float* out = rows.out + start * rows.out_stride + column;
                 Turns::add_tile(height, width, rows.weights(start) + seen.column(), values, 0, width, tokens, out,
                                 rows.out_stride);
+                if (ahead) Floats::fetch_share(span, ahead, rows.count * column + start * width, height * width, rows.count * d);
             });
         }
     }

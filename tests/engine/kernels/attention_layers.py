@@ -103,6 +103,8 @@ class Latents:
     plain: int
     value: int
     has_temperature: bool = False
+    maps: torch.dtype = torch.float32
+    """The type of the matrices K and V."""
 
     @property
     def head_dim(self) -> int:
@@ -134,7 +136,7 @@ class Latents:
     def up(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.num_heads)
         size = (self.num_heads, self.plain + self.value, self.latent)
-        return torch.randn(size, generator=generator) * self.latent**-0.5
+        return (torch.randn(size, generator=generator) * self.latent**-0.5).to(self.maps).float()
 
     @property
     def q_scales(self) -> Tensor:
@@ -157,7 +159,7 @@ class Latents:
         )
         rows = torch.eye(self.row_size, hidden)
         q, latent = linear_of(team, rows[:split]), linear_of(team, rows[split:])
-        up = NativeLatentMaps(team, self.up, self.plain, torch.float32)
+        up = NativeLatentMaps(team, self.up, self.plain, self.maps)
         own = LatentWeights(q=q, latent=latent, up=up, o=q, latent_norm=EXACT * self.norm)
         heads = LatentHeads(
             spec=spec,
@@ -196,6 +198,9 @@ class Layer:
         self.shape = shape
         self.embedding = made_up(shape) if embedding is None else embedding
         hidden = shape.row_size + shape.attended_size
+        maps = shape.maps if isinstance(shape, Latents) else torch.float32
+        self.maps_read = NativeLinear(team, torch.zeros(1, 1), None, maps).activation_dtype
+        """The type to which rows are rounded before K and V multiply them."""
         self.kv = KVCache(KVLayout.even(shape.kv_shape, 1), num_blocks, dtype, CPU)
         self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
         norm = torch.full((hidden,), EXACT)
@@ -267,11 +272,13 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, has_tiles: 
     shape, rows = layer.shape, layer.embedding[tokens]
     tiles = has_tiles and shape.is_tiled(dtype)
     if isinstance(shape, Latents):
-        return _of_latents(shape, rows, dtype, tiles=tiles)
+        return _of_latents(shape, rows, dtype, layer.maps_read, tiles=tiles)
     return _of_heads(shape, rows, dtype, tiles=tiles)
 
 
-def _of_latents(shape: Latents, rows: Tensor, dtype: torch.dtype, *, tiles: bool) -> Range:
+def _of_latents(
+    shape: Latents, rows: Tensor, dtype: torch.dtype, maps_read: torch.dtype, *, tiles: bool
+) -> Range:
     length = len(rows)
     cos, sin = COS[:length, : shape.rotated // 2], SIN[:length, : shape.rotated // 2]
     queries = rows[:, : -shape.head_dim].unflatten(1, (shape.num_heads, -1))
@@ -281,7 +288,7 @@ def _of_latents(shape: Latents, rows: Tensor, dtype: torch.dtype, *, tiles: bool
     def scaled(x: Range) -> Range:
         return (x * exactly(shape.q_scales[:length, None, None])).scaled(factor).widened(2 * UNIT)
 
-    plain = scaled(exactly(queries[..., : shape.plain]))
+    plain = scaled(exactly(queries[..., : shape.plain])).rounded(maps_read)
     turned = scaled(ranges.rotary(exactly(queries[..., shape.plain :]), cos, sin))
     key = ranges.rotary(exactly(latents[:, None, shape.latent :]), cos, sin)
     keys = concatenated([exactly(latents[:, : shape.latent] * shape.norm), key[:, 0]], -1)
@@ -297,6 +304,7 @@ def _of_latents(shape: Latents, rows: Tensor, dtype: torch.dtype, *, tiles: bool
         scores = dot(query, keys.mT).widened(2 * UNIT).scaled(math.log(2)).masked(places[:, None] < places)
         narrow = torch.bfloat16 if tiles else torch.float32
         attended = ranges.attend(scores, keys[:, : shape.latent], weights_dtype=narrow)
+        attended = attended.rounded(maps_read)
         by_head.append(dot(attended, up[shape.plain :].mT)[:, None])
     return concatenated(by_head, 1)
 
