@@ -41,7 +41,15 @@ PROMPT_OF_STATES = 32
 ROWS_OF_EXPERTS = (1, 2, 40, 140)
 """Rows that four experts are tried with: a single one, and some of every number that has tiles of its own."""
 
-LOOKING = {"attention", "rotate_and_write", "run_experts", "gated_delta", "mamba2", "short_conv"}
+LOOKING = {
+    "attention",
+    "rotate_and_write",
+    "rotate_and_write_latents",
+    "run_experts",
+    "gated_delta",
+    "mamba2",
+    "short_conv",
+}
 """Operations whose plain forms look at the batch on the host."""
 
 Trial = Callable[[], object]
@@ -137,6 +145,7 @@ def triton_kernels(
         attention,
         experts,
         inputs,
+        latents,
         norms,
         rotary,
         routing,
@@ -167,6 +176,7 @@ def triton_kernels(
         add_rms_norm=norms.add_rms_norm,
         kv_places=rotary.kv_places,
         rotate_and_write=rotary.rotate_and_write,
+        rotate_and_write_latents=latents.rotate_and_write_latents,
         linear=_triton_linear(device, dtype, say),
         packs=PACKED_FORMATS,
         glu=activation.glu,
@@ -317,41 +327,15 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
 def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[str, Trial]:
     """A trial of every operation that a table of kernels brings, by name, in the shapes of the model."""
     device, dtype = kernels.device, kernels.activation_dtype
-    kv = KVCache(KVLayout.of(model, limits.block_size), 1, kernels.kv_dtype, device)
-    shapes = _by_shape(model, limits)
-    size = max((shape.head_dim for shape in shapes), default=1)
+    size = max((shape.head_dim for shape in _by_shape(model, limits)), default=1)
     row = torch.ones(2, 2 * size, device=device, dtype=dtype)
     norm = row[0]
     batch = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32)).to(device)
-    mixed = [1, PREFILLED]  # a decode, and a prefill, which has a kernel of its own
-    tables_of_mixed = torch.zeros(2, -(-PREFILLED // limits.block_size), dtype=torch.int32)
-    mixed_batch = blank_batch(mixed, mixed, tables_of_mixed).to(device)
     table = SequenceTable(1, 1, limits.block_size, device)
     tables = SamplingTables(1, model.vocab_size, 1, 1, device)
     seats = torch.zeros(1, dtype=torch.int32, device=device)
     step = StepTokens(seats, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
     logits = torch.zeros(1, model.vocab_size, device=device, dtype=dtype)
-
-    def rotate_and_write() -> None:
-        for shape, layers in shapes.items():
-            number, own = next(iter(layers.items()))
-            width = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
-            qkv = torch.ones(2, width, device=device, dtype=dtype)
-            angles = torch.ones(2, own.head_dim // 2, device=device)
-            places = TokenPlaces(
-                batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles
-            )
-            spreads = is_quantized(kernels.kv_dtype)
-            kernels.rotate_and_write(qkv, None, None, 1e-6, places, kv.layer(number), shape, spreads=spreads)
-
-    def attention() -> None:
-        for shape, layers in shapes.items():
-            attend = kernels.attention(mixed_batch, shape)
-            for number, own in {own.reach: (number, own) for number, own in layers.items()}.values():
-                queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
-                sinks = torch.ones(own.num_heads, device=device) if own.vectors() else None
-                attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
-
     return (
         _trials_of_experts(kernels, model)
         | _trials_of_states(kernels, model)
@@ -362,12 +346,51 @@ def trials(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[st
             "glu": lambda: [kernels.glu(row, activation) for activation in ("silu", "gelu_tanh", "gelu")],
             "activated": lambda: kernels.activated(row, "relu2"),
             "kv_places": lambda: kernels.kv_places(batch, limits.block_size),
-            "rotate_and_write": rotate_and_write,
-            "attention": attention,
+        }
+        | _trials_of_attention(kernels, model, limits)
+        | {
             "gather": lambda: kernels.gather(table, step),
             "choose": lambda: kernels.choose(logits, tables, seats, seats, Filters(), None),
         }
     )
+
+
+def _trials_of_attention(kernels: Kernels, model: ModelConfig, limits: LoadOptions) -> dict[str, Trial]:
+    """A trial of attention, and one of what writes the caches that it reads, of each shape that they have."""
+    device, dtype = kernels.device, kernels.activation_dtype
+    kv = KVCache(KVLayout.of(model, limits.block_size), 1, kernels.kv_dtype, device)
+    shapes = _by_shape(model, limits)
+    mixed = [1, PREFILLED]  # a decode, and a prefill, which has a kernel of its own
+    tables = torch.zeros(2, -(-PREFILLED // limits.block_size), dtype=torch.int32)
+    batch = blank_batch(mixed, mixed, tables).to(device)
+    positions = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def write() -> None:
+        for shape, layers in shapes.items():
+            number, own = next(iter(layers.items()))
+            angles = torch.ones(2, own.rotary_size // 2, device=device)
+            places, layer_kv = TokenPlaces(positions, positions.long(), angles, angles), kv.layer(number)
+            if isinstance(own, LatentAttention):
+                queries = torch.ones(2, own.num_heads, own.query_size, device=device, dtype=dtype)
+                latents = torch.ones(2, own.head_dim, device=device, dtype=dtype)
+                norm = latents[0, : own.latent_size]
+                kernels.rotate_and_write_latents(queries, latents, norm, 1e-6, places, layer_kv, shape)
+            else:
+                width = (own.num_heads + 2 * own.num_kv_heads) * own.head_dim
+                qkv = torch.ones(2, width, device=device, dtype=dtype)
+                spreads = is_quantized(kernels.kv_dtype)
+                kernels.rotate_and_write(qkv, None, None, 1e-6, places, layer_kv, shape, spreads=spreads)
+
+    def attention() -> None:
+        for shape, layers in shapes.items():
+            attend = kernels.attention(batch, shape)
+            for number, own in {own.reach: (number, own) for number, own in layers.items()}.values():
+                queries = torch.ones(sum(mixed), own.num_heads, own.head_dim, device=device, dtype=dtype)
+                sinks = torch.ones(own.num_heads, device=device) if own.vectors() else None
+                attend(queries, kv.layer(number), own.reach, None, 0.0, None, sinks)
+
+    has_latents = any(shape.latent_size for shape in shapes)
+    return {f"rotate_and_write{'_latents' * has_latents}": write, "attention": attention}
 
 
 def _trials_of_experts(kernels: Kernels, model: ModelConfig) -> dict[str, Trial]:

@@ -2,6 +2,11 @@
 
 Both fold tiles of keys and values into a running softmax. Row r of a tile is head r % GROUP of the query heads that
 share a key-value head, of the tile's token r // GROUP.
+
+With ROTATED, keys are latents [c | r], c of HEAD_DIM numbers and r of ROTATED, and c is the value, too, so that it is
+read once for both products. All query heads share them, more than a tile may have rows: the rows of a token, or of
+several, are then cut into tiles of several programs, which the second number of a program counts in place of key-value
+heads.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ def decode_attention_kernel(
     num_stored: tl.tensor,
     item_sequences: tl.tensor,
     first_items: tl.tensor,
+    first_stored: tl.tensor,
     num_sequences: tl.tensor,
     num_tokens: tl.tensor,
     GROUP: tl.constexpr,
@@ -46,6 +52,7 @@ def decode_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -62,10 +69,11 @@ def decode_attention_kernel(
 
     The result of an only segment is final. Results of several go to the workspace, and the program that stores the last
     of them reduces all to one. It reads its own there, too, so that the result does not depend on which program it is.
+    Results of latents are too many for one program: a launch of `reduce_segments_kernel` follows.
     All programs together make the rows after the last sequence's 0; those of late items, which seldom have work, begin.
     """
-    item, kv_head = tl.program_id(0), tl.program_id(1)
-    rows = tl.arange(0, BLOCK_M)
+    item = tl.program_id(0)
+    kv_head, rows = _rows_of_program(BLOCK_M, ROTATED)
     sequence = tl.load(item_sequences + item)
     first_row = tl.load(query_starts + num_sequences) + (tl.num_programs(0) - 1 - item) * MAX_DECODE_QUERIES
     zeros, no_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -78,31 +86,36 @@ def decode_attention_kernel(
         return
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
+    if ROTATED:
+        if tl.program_id(1) * BLOCK_M >= num_queries * GROUP:
+            return
     context = tl.load(context_lens + sequence)
     first_item = tl.load(first_items + sequence)
     num_segments = tl.load(first_items + sequence + 1) - first_item
     valid = rows < num_queries * GROUP
-    places = _query_offsets(start, rows, kv_head, query_stride, GROUP, HEAD_DIM)
+    places = _query_offsets(start, rows, kv_head, query_stride, GROUP, HEAD_DIM + ROTATED)
     dims = tl.arange(0, BLOCK_D)[None, :]
     inside = valid[:, None] & (dims < HEAD_DIM)
     query = tl.load(queries + places[:, None] + dims, mask=inside, other=0.0)
+    turned = _turned(queries + places[:, None] + HEAD_DIM, valid[:, None], ROTATED)
     first_position = context - num_queries
     first_tile, end_tile = visible_tiles(first_position, context, window, TILE)
     num_tiles, segment = end_tile - first_tile, item - first_item
     top, total = _start_rows(sinks, rows, kv_head, segment == 0, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    head_kv = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    head_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED)
     summed, top, total = _fold_tiles(
         summed,
         top,
         total,
         query,
+        turned,
         first_position + rows // GROUP,
-        head_kv,
-        head_kv + values_offset,
-        head_scales,
-        None if layer_scales is None else head_scales + values_offset // 4,
+        keys,
+        keys + values_offset,
+        key_scales,
+        _scales_of_values(key_scales, values_offset, ROTATED),
         block_tables + sequence.to(tl.int64) * table_stride,
         first_tile + num_tiles * segment // num_segments,
         first_tile + num_tiles * (segment + 1) // num_segments,
@@ -115,41 +128,46 @@ def decode_attention_kernel(
         BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_D,
+        ROTATED,
         TILE,
         WINDOWED,
         CHUNK,
         FIRST,
         True,
     )
-    if layer_scales is not None:
+    if _scales_of_values(key_scales, values_offset, ROTATED) is not None:
         summed *= 1 / FOLDED
     if num_segments == 1:
         _store_rows(
             attended, summed, total, start, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
         )
     else:
-        segment_rows = (item.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP) + rows
+        place = tl.load(first_stored + sequence)
+        stored = (place + segment).to(tl.int64) * NUM_KV_HEADS + kv_head
+        segment_rows = stored * (MAX_DECODE_QUERIES * GROUP) + rows
         tl.store(segment_outputs + segment_rows[:, None] * HEAD_DIM + dims, summed, mask=inside)
         tl.store(segment_scales + segment_rows * 2, top, mask=valid)
         tl.store(segment_scales + segment_rows * 2 + 1, total, mask=valid)
-        if is_last_to_store(num_stored + sequence * NUM_KV_HEADS + kv_head, num_segments):
-            reduce_segments(
-                attended,
-                segment_outputs,
-                segment_scales,
-                start,
-                num_queries,
-                first_item,
-                first_item + num_segments,
-                kv_head,
-                GROUP,
-                MAX_DECODE_QUERIES,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_G,
-                SEGMENTS,
-            )
+        if not ROTATED:
+            if is_last_to_store(num_stored + sequence * NUM_KV_HEADS + kv_head, num_segments):
+                reduce_segments(
+                    attended,
+                    segment_outputs,
+                    segment_scales,
+                    start,
+                    0,
+                    num_queries * GROUP,
+                    place,
+                    place + num_segments,
+                    kv_head,
+                    GROUP,
+                    MAX_DECODE_QUERIES,
+                    NUM_KV_HEADS,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_G,
+                    SEGMENTS,
+                )
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"])
@@ -172,6 +190,7 @@ def prefill_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -181,13 +200,14 @@ def prefill_attention_kernel(
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
     FIRST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ) -> None:
     """Attends one tile of queries of a sequence with more than MAX_DECODE_QUERIES to all that they see.
 
-    Blocks without work end at once. Late queries see most, so that they go first.
+    A block has BLOCK_Q queries; blocks without work end at once. Late queries see most, so that they go first.
     """
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, rows = _rows_of_program(BLOCK_M, ROTATED)
     sequence = _find_sequence(block, query_starts, num_sequences, BLOCK_Q)
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
@@ -196,19 +216,19 @@ def prefill_attention_kernel(
         return
     end_query = tl.minimum(first_query + BLOCK_Q, num_queries)
     context = tl.load(context_lens + sequence)
-    rows = tl.arange(0, BLOCK_M)
     valid = rows < (end_query - first_query) * GROUP
-    places = _query_offsets(start + first_query, rows, kv_head, query_stride, GROUP, HEAD_DIM)
+    places = _query_offsets(start + first_query, rows, kv_head, query_stride, GROUP, HEAD_DIM + ROTATED)
     dims = tl.arange(0, BLOCK_D)[None, :]
     query = tl.load(queries + places[:, None] + dims, mask=valid[:, None] & (dims < HEAD_DIM), other=0.0)
+    turned = _turned(queries + places[:, None] + HEAD_DIM, valid[:, None], ROTATED)
     first_position = context - num_queries + first_query
     end = context - num_queries + end_query
     first_tile, end_tile = visible_tiles(first_position, end, window, TILE)
     positions = first_position + rows // GROUP
     top, total = _start_rows(sinks, rows, kv_head, True, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED)
     table = block_tables + sequence.to(tl.int64) * table_stride
     ALL_MASKED: tl.constexpr = WINDOWED or FIRST > 0
     full_tiles = first_tile if ALL_MASKED else tl.maximum(first_position + 1, 0) // TILE
@@ -219,11 +239,12 @@ def prefill_attention_kernel(
                 top,
                 total,
                 query,
+                turned,
                 positions,
                 keys,
                 keys + values_offset,
                 key_scales,
-                None if layer_scales is None else key_scales + values_offset // 4,
+                _scales_of_values(key_scales, values_offset, ROTATED),
                 table,
                 full_tiles if masked else first_tile,
                 end_tile if masked else full_tiles,
@@ -236,13 +257,14 @@ def prefill_attention_kernel(
                 BLOCK_SIZE,
                 HEAD_DIM,
                 BLOCK_D,
+                ROTATED,
                 TILE,
                 WINDOWED,
                 CHUNK,
                 FIRST,
                 masked == 1,
             )
-    if layer_scales is not None:
+    if _scales_of_values(key_scales, values_offset, ROTATED) is not None:
         summed *= 1 / FOLDED
     # Read again: the inputs of the queries' places would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
@@ -257,6 +279,7 @@ def _fold_tiles(
     top: tl.tensor,
     total: tl.tensor,
     query: tl.tensor,
+    turned: tl.tensor,
     positions: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -274,6 +297,7 @@ def _fold_tiles(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -289,7 +313,7 @@ def _fold_tiles(
     This is the only place that knows the layout of keys and values: blocks are BLOCK_STRIDE elements apart. Numbers of
     8 bits become the queries' type where they are loaded, which is exact; the scale of each key then multiplies its
     column of `scores`, and the scale of each value its column of `weights`. Sums of values are then FOLDED times too
-    large.
+    large. Latents, which have several scales, are multiplied by them and rounded before the products.
     """
     # The unit of scores as a power of 2: it is multiplied with where they become exponents.
     UNIT: tl.constexpr = (SOFTCAP if SOFTCAP > 0 else SCALE) * 1.4426950408889634
@@ -305,28 +329,41 @@ def _fold_tiles(
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         else:
             blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * HEAD_DIM
+        rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * (HEAD_DIM + ROTATED)
         places = rows[:, None] + dims
         if HEAD_DIM < BLOCK_D:
             wanted = exists[:, None] & (dims < HEAD_DIM)
             key = tl.load(keys + places, mask=wanted, other=0.0)
-            value = tl.load(values + places, mask=wanted, other=0.0)
+            value = key if ROTATED else tl.load(values + places, mask=wanted, other=0.0)
         elif MASKED:
             key = tl.load(keys + places, mask=exists[:, None], other=0.0)
-            value = tl.load(values + places, mask=exists[:, None], other=0.0)
+            value = key if ROTATED else tl.load(values + places, mask=exists[:, None], other=0.0)
         else:
-            key, value = tl.load(keys + places), tl.load(values + places)
-        if key_scales is not None:
-            of_tokens = blocks * (BLOCK_STRIDE // 4) + tokens % BLOCK_SIZE
-            if MASKED:
-                key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
-                value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)
-            else:
-                key_scale, value_scale = tl.load(key_scales + of_tokens), tl.load(value_scales + of_tokens)
-            key = of_int8(key, query.dtype)
-        scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
-        if key_scales is not None:
-            scores *= key_scale[None, :]
+            key = tl.load(keys + places)
+            value = key if ROTATED else tl.load(values + places)
+        if ROTATED:
+            turned_key = _turned(keys + rows[:, None] + HEAD_DIM, exists[:, None], ROTATED, MASKED)
+            if key_scales is not None:
+                SCALES: tl.constexpr = HEAD_DIM // ROTATED + 1
+                of_tokens = key_scales + blocks * (BLOCK_STRIDE // 4) + tokens % BLOCK_SIZE * SCALES
+                key = _scaled_latents(key, of_tokens, exists, query.dtype, HEAD_DIM, BLOCK_D, ROTATED, TILE)
+                turned_scale = tl.load(of_tokens + (SCALES - 1), mask=exists, other=0.0)
+                turned_key = (turned_key.to(tl.float32) * turned_scale[:, None]).to(query.dtype)
+                value = key
+            scores = tl.dot(turned.to(key.dtype), tl.trans(turned_key), input_precision="ieee")
+            scores = tl.dot(query.to(key.dtype), tl.trans(key), scores, input_precision="ieee")
+        else:
+            if key_scales is not None:
+                of_tokens = blocks * (BLOCK_STRIDE // 4) + tokens % BLOCK_SIZE
+                if MASKED:
+                    key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
+                    value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)
+                else:
+                    key_scale, value_scale = tl.load(key_scales + of_tokens), tl.load(value_scales + of_tokens)
+                key = of_int8(key, query.dtype)
+            scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
+            if key_scales is not None:
+                scores *= key_scale[None, :]
         if SOFTCAP > 0:  # the hyperbolic tangent
             scores = 1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFTCAP)))
         if MASKED:
@@ -348,6 +385,17 @@ def _fold_tiles(
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher
     return summed, top, total
+
+
+@triton.jit
+def _rows_of_program(BLOCK_M: tl.constexpr, ROTATED: tl.constexpr) -> tl.tensor:
+    """The key-value head of this program, and its rows."""
+    second, rows = tl.program_id(1), tl.arange(0, BLOCK_M)
+    if ROTATED:
+        kv_head, rows = second * 0, rows + second * BLOCK_M
+    else:
+        kv_head = second
+    return kv_head, rows
 
 
 @triton.jit
@@ -379,13 +427,63 @@ def _scales_of_head(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
 ) -> tl.tensor:
-    """Where the scales of a head's keys lie in the first block; None if there are none."""
+    """Where the scales of a head's keys, or of latents, lie in the first block; None if there are none."""
     if layer_scales is None:
         scales = None
+    elif ROTATED:
+        scales = layer_scales + BLOCK_SIZE * (HEAD_DIM + ROTATED) // 4
     else:
         scales = layer_scales + (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM // 4 + kv_head * BLOCK_SIZE)
     return scales
+
+
+@triton.jit
+def _scales_of_values(key_scales: tl.tensor, values_offset: tl.tensor, ROTATED: tl.constexpr) -> tl.tensor:
+    """Where the scales of a head's values lie; None if there are none, or values are parts of keys."""
+    if key_scales is None or ROTATED:
+        scales = None
+    else:
+        scales = key_scales + values_offset // 4
+    return scales
+
+
+@triton.jit
+def _turned(
+    heads: tl.tensor, exists: tl.tensor, ROTATED: tl.constexpr, MASKED: tl.constexpr = True
+) -> tl.tensor:
+    """The rotated numbers of queries or latents, which begin at `heads` [n, 1]; None if there are none."""
+    if ROTATED:
+        BLOCK_R: tl.constexpr = max(16, triton.next_power_of_2(ROTATED))
+        dims = tl.arange(0, BLOCK_R)[None, :]
+        if MASKED or ROTATED < BLOCK_R:
+            turned = tl.load(heads + dims, mask=exists & (dims < ROTATED), other=0.0)
+        else:
+            turned = tl.load(heads + dims)
+    else:
+        turned = None
+    return turned
+
+
+@triton.jit
+def _scaled_latents(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    exists: tl.tensor,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Latents [TILE, BLOCK_D] of 8 bits, times the scales of their groups of ROTATED, which begin at `scales` [TILE]."""
+    GROUPS: tl.constexpr = BLOCK_D // ROTATED
+    groups = tl.arange(0, GROUPS)[None, :]
+    known = exists[:, None] & (groups < HEAD_DIM // ROTATED)
+    of_groups = tl.load(scales[:, None] + groups, mask=known, other=0.0)
+    products = numbers.to(tl.float32).reshape(TILE, GROUPS, ROTATED) * of_groups[:, :, None]
+    return products.reshape(TILE, BLOCK_D).to(dtype)
 
 
 @triton.jit

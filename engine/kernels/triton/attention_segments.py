@@ -30,19 +30,21 @@ class Segments:
     """[items] The sequence whose segment an item is; -1 for an item without work."""
     first_items: Tensor
     """[S + 1] Sequence s has the items first_items[s] to first_items[s + 1]."""
+    first_stored: Tensor
+    """[S] The place of the first of a sequence's segments in the workspace; an only segment has none."""
 
     @classmethod
     def empty(cls, num_items: int, max_sequences: int, device: torch.device) -> Segments:
         return cls(
             torch.full((num_items,), -1, dtype=torch.int32, device=device),
             torch.zeros(max_sequences + 1, dtype=torch.int32, device=device),
+            torch.zeros(max_sequences, dtype=torch.int32, device=device),
         )
 
 
-def reduced_segments(group: int, block_d: int, num_warps: int) -> int:
-    """Segments that a program adds up at a time, of all heads of a group."""
-    heads: int = triton.next_power_of_2(group)
-    return min(32, max(2, num_warps * REDUCED_ELEMENTS // (heads * block_d)))
+def reduced_segments(rows: int, block_d: int, num_warps: int) -> int:
+    """Segments that a program adds up at a time, of so many rows."""
+    return min(32, max(2, num_warps * REDUCED_ELEMENTS // (rows * block_d)))
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_items", "window"])
@@ -51,6 +53,7 @@ def plan_segments_kernel(
     context_lens: tl.tensor,
     item_sequences: tl.tensor,
     first_items: tl.tensor,
+    first_stored: tl.tensor,
     num_sequences: tl.tensor,
     num_items: tl.tensor,
     window: tl.tensor,
@@ -64,7 +67,7 @@ def plan_segments_kernel(
 
     The budget is the number of items beyond one for each sequence. If the whole context, `total`, is cut into lengths
     of total / budget, there are at most budget full segments, and one more for each sequence. Sequences without queries
-    have no items.
+    have no items. Only those that have a full segment and another store any: at most twice the budget.
     """
     rows = tl.arange(0, BLOCK_S)
     known = rows < num_sequences
@@ -79,6 +82,8 @@ def plan_segments_kernel(
     ends = tl.cumsum(tl.where(decodes, tl.maximum(segments, 1), 0), 0)
     if tl.program_id(0) == 0:
         tl.store(first_items + rows + 1, ends, mask=known)
+        stored = tl.where(segments > 1, segments, 0)
+        tl.store(first_stored + rows, tl.cumsum(stored, 0) - stored, mask=known)
     items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     owners = tl.sum((ends[None, :] <= items[:, None]).to(tl.int32), 1)
     tl.store(item_sequences + items, tl.where(owners < num_sequences, owners, -1), mask=items < num_items)
@@ -122,9 +127,10 @@ def reduce_segments(
     segment_outputs: tl.tensor,
     segment_scales: tl.tensor,
     start: tl.tensor,
-    num_queries: tl.tensor,
-    first_item: tl.tensor,
-    end_item: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
+    first_stored: tl.tensor,
+    end_stored: tl.tensor,
     kv_head: tl.tensor,
     GROUP: tl.constexpr,
     MAX_DECODE_QUERIES: tl.constexpr,
@@ -136,24 +142,26 @@ def reduce_segments(
 ) -> None:
     """Reduces the segments of one sequence, whose first query is at row `start`, and key-value head to its result.
 
-    Loads bypass the first-level cache, which other multiprocessors do not write to.
+    Its rows from `first_row` up to `end_row` are reduced, BLOCK_G at a time. Loads bypass the first-level cache, which
+    other multiprocessors do not write to.
     """
-    heads, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_D)
     in_head = dims < HEAD_DIM
-    inside = (heads < GROUP)[:, None] & in_head[None, :]
-    for query in range(num_queries):
+    for block in range(first_row, end_row, BLOCK_G):
+        rows = block + tl.arange(0, BLOCK_G)
+        wanted = rows < end_row
         top = tl.full([BLOCK_G], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         summed = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for first in range(first_item, end_item, SEGMENTS):
-            items = first + tl.arange(0, SEGMENTS)
-            exists = (heads < GROUP)[:, None] & (items < end_item)[None, :]
-            tiles = (items.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP)
-            rows = tiles[None, :] + (query * GROUP + heads)[:, None]
-            tops = tl.load(segment_scales + rows * 2, mask=exists, other=-float("inf"), cache_modifier=".cg")
-            totals = tl.load(segment_scales + rows * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        for first in range(first_stored, end_stored, SEGMENTS):
+            places = first + tl.arange(0, SEGMENTS)
+            exists = wanted[:, None] & (places < end_stored)[None, :]
+            tiles = (places.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP)
+            stored = tiles[None, :] + rows[:, None]
+            tops = tl.load(segment_scales + stored * 2, mask=exists, other=-float("inf"), cache_modifier=".cg")
+            totals = tl.load(segment_scales + stored * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
             outputs = tl.load(
-                segment_outputs + rows[:, :, None] * HEAD_DIM + dims[None, None, :],
+                segment_outputs + stored[:, :, None] * HEAD_DIM + dims[None, None, :],
                 mask=exists[:, :, None] & in_head[None, None, :],
                 other=0.0,
                 cache_modifier=".cg",
@@ -165,6 +173,48 @@ def reduce_segments(
             summed = summed * fade[:, None] + tl.sum(outputs * weights[:, :, None], 1)
             top = higher
         result = summed / tl.where(total > 0, total, 1.0)[:, None]
-        row = (start + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
-        places = (row + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(attended + places, result.to(attended.dtype.element_ty), mask=inside)
+        heads = (start + rows // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
+        mask = wanted[:, None] & in_head[None, :]
+        tl.store(attended + heads[:, None] * HEAD_DIM + dims[None, :], result.to(attended.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def reduce_segments_kernel(
+    attended: tl.tensor,
+    segment_outputs: tl.tensor,
+    segment_scales: tl.tensor,
+    query_starts: tl.tensor,
+    first_items: tl.tensor,
+    first_stored: tl.tensor,
+    GROUP: tl.constexpr,
+    MAX_DECODE_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+) -> None:
+    """Reduces the segments of BLOCK_G rows of one sequence, if it has several, for the only key-value head."""
+    sequence, first_row = tl.program_id(0), tl.program_id(1) * BLOCK_G
+    num_segments = tl.load(first_items + sequence + 1) - tl.load(first_items + sequence)
+    start = tl.load(query_starts + sequence)
+    num_rows = (tl.load(query_starts + sequence + 1) - start) * GROUP
+    place = tl.load(first_stored + sequence)
+    if (num_segments > 1) & (first_row < num_rows):
+        reduce_segments(
+            attended,
+            segment_outputs,
+            segment_scales,
+            start,
+            first_row,
+            tl.minimum(first_row + BLOCK_G, num_rows),
+            place,
+            place + num_segments,
+            0,
+            GROUP,
+            MAX_DECODE_QUERIES,
+            1,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_G,
+            SEGMENTS,
+        )

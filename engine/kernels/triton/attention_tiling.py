@@ -25,6 +25,11 @@ MIN_TILE = 16
 """Tensor cores multiply no fewer tokens of context."""
 MAX_DECODE_ROWS = 128
 """The sums of more rows than these no longer fit the registers of a decode program."""
+LATENT_SUMS = 32 * 512
+"""A program has so many sums of latents at most, or half of them where latents pass through registers.
+
+Compiled with twice as many, 128 for each of its threads, programs spill on most cards.
+"""
 PREFILL_ROWS = 128
 """Prefill computes more than it reads, so that a key is multiplied with as many rows as the registers hold."""
 PREFILL_TOKENS = 512
@@ -85,15 +90,25 @@ class KVHead:
     """Bytes of an element of the queries; keys and values of a quantized cache become the same type."""
     is_quantized: bool = False
     """Keys and values pass through registers, which have room for fewer."""
+    rotated: int = 0
+    """Of latents, the numbers of a key after those that are its value; 0 if values are kept beside keys."""
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's key as it is multiplied."""
-        return self.block_d * self.itemsize
+        rotated = max(16, triton.next_power_of_2(self.rotated)) if self.rotated else 0
+        return (self.block_d + rotated) * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value, which may be a part of the key."""
+        return self.row_bytes if self.rotated else 2 * self.row_bytes
 
     @property
     def min_rows(self) -> int:
-        """Rows of a tile that holds at least one token."""
+        """Rows of a tile that holds at least one token, or of latents some heads of one."""
+        if self.rotated:
+            return MIN_ROWS
         heads: int = triton.next_power_of_2(self.group)
         return max(MIN_ROWS, heads)
 
@@ -124,11 +139,24 @@ class Tiling:
 def decode_tiling(head: KVHead, num_queries: int, chip: Chip) -> Tiling:
     """The tiling for sequences of at most `num_queries` queries, all of them in one tile."""
     rows = max(MIN_ROWS, triton.next_power_of_2(head.group * num_queries))
+    if head.rotated:
+        return _latent_tiling(head, rows, chip)
     tile = min(128, max(MIN_TILE, TILE_BYTES // head.row_bytes))
     for limit in (chip.decode_bytes, chip.shared_bytes):
         if fitted := _fitting_tile(head, rows, tile, chip.tensor_cores, limit):
             return _decode_tiling(rows, fitted)
     return _decode_tiling(_fitting_rows(head, rows, chip), MIN_TILE)
+
+
+def _latent_tiling(head: KVHead, rows: int, chip: Chip) -> Tiling:
+    """The tiling of at most so many rows that are attended to latents; registers are full with one program, or two."""
+    sums = LATENT_SUMS // 2 if head.is_quantized else LATENT_SUMS
+    rows = max(MIN_ROWS, min(rows, sums // head.block_d))
+    tile = min(128, max(MIN_TILE, 2 * TILE_BYTES // (head.block_d * head.itemsize)))
+    fitted = _fitting_tile(head, rows, tile, chip.tensor_cores, chip.shared_bytes)
+    if fitted is None:
+        rows, fitted = _fitting_rows(head, rows, chip), MIN_TILE
+    return Tiling(block_m=rows, tile=fitted, num_warps=8 if 2 * rows * head.block_d > sums else 4)
 
 
 def _decode_tiling(rows: int, tile: int) -> Tiling:
@@ -137,6 +165,8 @@ def _decode_tiling(rows: int, tile: int) -> Tiling:
 
 def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip, *, is_windowed: bool = False) -> Tiling:
     """The tiling for sequences of more queries, in a step of `num_tokens`, for layers with or without a window."""
+    if head.rotated:
+        return _latent_tiling(head, PREFILL_ROWS, chip)
     wide = head.row_bytes > 256  # twice the registers for each row
     rows = PREFILL_ROWS if num_tokens >= PREFILL_TOKENS and not wide else PREFILL_ROWS // 2
     tile = _prefill_tile(head, rows, chip.tensor_cores, is_windowed=is_windowed)
@@ -164,10 +194,10 @@ def shared_bytes(head: KVHead, rows: int, tile: int, cores: TensorCores) -> int:
     multiplied in the background. By mma.sync, the weights pass through it between the two products. At the end it
     serves the results, in float32, on their way to memory. A quantized cache needs less: its tiles have 8 bits.
     """
-    tile_bytes = tile * head.row_bytes
-    loop_bytes = 4 * tile_bytes + rows * tile * head.itemsize
+    tile_bytes = tile * head.token_bytes
+    loop_bytes = 2 * tile_bytes + rows * tile * head.itemsize
     if cores is not TensorCores.MMA_SYNC and rows >= 64:
-        loop_bytes = max(loop_bytes, 6 * tile_bytes)
+        loop_bytes = max(loop_bytes, 3 * tile_bytes)
     return max(loop_bytes + rows * head.row_bytes + 8 * tile + 1536, 4 * rows * head.block_d)
 
 

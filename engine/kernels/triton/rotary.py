@@ -214,8 +214,8 @@ def rotate_and_write_kernel(
         kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
         if layer_scales is not None:
             first, second = first.to(tl.float32), second.to(tl.float32)
-            scale = _scale(first, second)
-            first, second = _rounded(first, scale), _rounded(second, scale)
+            scale = scale_of(first, second)
+            first, second = rounded_by(first, scale), rounded_by(second, scale)
             of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
             tl.store(layer_scales + of_token, scale, mask=is_stored)
         tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
@@ -223,7 +223,7 @@ def rotate_and_write_kernel(
 
 
 @triton.jit
-def _scale(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+def scale_of(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """The scale of each head, whose halves these are: its largest magnitude over 127, or no number."""
     largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
     nans = tl.max(((first != first) | (second != second)).to(tl.int32), axis=1, keep_dims=True)
@@ -231,7 +231,8 @@ def _scale(first: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _rounded(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def rounded_by(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Numbers of 8 bits that stand for x, given the scale of each head."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     return rounded_to(tl.where(scaled == scaled, scaled, 0.0), 127.0, tl.int8)
 
