@@ -70,7 +70,8 @@ def _families() -> Iterator[str]:
 transformers: in plain torch, with the native CPU kernels, and with the CUDA kernels in Triton's interpreter; in 8 and 4
 bits, and on two ranks where ranks can run them. Architectures with a `general.architecture` are also served from GGUF
 files, whose logits are compared in the same way; files of Granite 4 name it `granite` or `granitehybrid`, those of
-Mistral Small 3.1 `llama`. [Models](../guide/models.md) describes how to serve one."""
+Mistral Small 3.1 `llama`, those of Small 4 `mistral4`, and those of GLM-4.7 Flash `deepseek2`.
+[Models](../guide/models.md) describes how to serve one."""
     yield _table(
         "architecture | models | as GGUF",
         ((f"`{name}`", family.models, _kinds_of(name)) for name, family in FAMILIES.items()),
@@ -100,11 +101,9 @@ Aya Vision unscaled, unlike those of its text model)."""
 
 def _kinds_of(architecture: str) -> str:
     """Returns the kinds of GGUF files that models of the architecture are converted to."""
+    known = [(kind, row) for kind, one in KINDS.items() for row in (one, one.unbiased) if row is not None]
     rows = [
-        (kind, name)
-        for kind, row in KINDS.items()
-        for name in (row.architecture, row.windowed, row.sparse)
-        if name
+        (kind, name) for kind, row in known for name in (row.architecture, row.windowed, row.sparse) if name
     ]
     own = [kind for kind, name in rows if name == architecture]
     describe = FAMILIES[architecture].describe

@@ -10,6 +10,7 @@ from penstock.engine.model.consolidated import is_consolidated
 from penstock.engine.model.gguf.container import GgufTensor, is_gguf, read_header
 from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.model.gguf.names import Names
+from penstock.engine.model.gguf.stored_latents import OF_HEADS
 from penstock.engine.model.safetensors import TensorEntry, TensorFiles, named, renamed
 
 
@@ -30,7 +31,7 @@ def open_files(path: Path) -> TensorFiles:
 def _open_gguf(path: Path) -> TensorFiles:
     """The tensors of a GGUF file, and of the model's other parts if it has several."""
     header = read_header(path)
-    names = Names(GgufKind.of(header.fields))
+    names = Names(GgufKind.of(header))
     own_names = {name: tensor for tensor in header.tensors if (name := names.engine_name(tensor)) is not None}
     found = {name: header.tensors[own_name] for name, own_name in own_names.items()}
     entries = {
@@ -43,5 +44,7 @@ def _open_gguf(path: Path) -> TensorFiles:
 
 
 def _shape(name: str, tensor: GgufTensor) -> tuple[int, ...]:
-    """The shape of a tensor; a norm that lies by groups of heads is one row."""
+    """The shape of a tensor; a norm that lies by groups of heads is one row, and rows of heads follow one another."""
+    if name.endswith(OF_HEADS):
+        return (prod(tensor.shape[:-1]), tensor.shape[-1])
     return (prod(tensor.shape),) if name.endswith("norm.weight") else tensor.shape

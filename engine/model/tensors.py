@@ -108,6 +108,8 @@ class LinearSpec:
     """The format that it is quantized to at load; None if it is not."""
     sums: bool = False
     """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
+    is_unpacked: bool = False
+    """See `LinearMap.is_unpacked`."""
 
     @property
     def out_features(self) -> int:
@@ -135,10 +137,12 @@ class LinearSpec:
     @property
     def format(self) -> Format:
         """The format that the kernels take."""
-        return self.quantized or self.stored
+        return DENSE if self.is_unpacked else self.quantized or self.stored
 
     def given(self, tensors: NamedTensors, round_groups: RoundGroups) -> NamedTensors:
         """Tensors in its stored format as kernels are given them."""
+        if self.is_unpacked:
+            return {"weight": self.stored.unpack(tensors)}
         if self.quantized is None:
             return tensors
         return rounded(self.quantized, self.stored.unpack(tensors), round_groups)
@@ -202,7 +206,9 @@ def _linear_spec(map: LinearMap, layer: int, first_layer: int, recipe: Recipe) -
     quantization, quantized = recipe.quantization, None
     if quantization is not None and not map.stays:
         quantized = quantization.layer_format(first_layer + layer, map.in_features)
-    return LinearSpec(tuple(parts), map.in_features, map.has_bias, map.is_gated, quantized, map.sums)
+    return LinearSpec(
+        tuple(parts), map.in_features, map.has_bias, map.is_gated, quantized, map.sums, map.is_unpacked
+    )
 
 
 def norm_in_our_order(weight: Tensor, heads: HeadOrder | None) -> Tensor:

@@ -199,9 +199,13 @@ def _mixer(
 def _latent_attention(
     own: LatentAttention, reader: Reader, prefix: str, specs: Mapping[str, LinearSpec]
 ) -> LatentWeights:
-    linears: dict[str, Any] = {field: reader.linear(specs[field]) for field in own.maps() if field != "up"}
+    maps, heads = own.maps(), (own.num_heads, -1)
+    linears: dict[str, Any] = {
+        field: reader.linear(specs[field]) for field, map in maps.items() if not map.is_unpacked
+    }
     norms: dict[str, Any] = {field: reader.norm(norm, prefix) for field, norm in own.norms().items()}
-    up = torch.unflatten(reader.dense(specs["up"]), 0, (own.num_heads, -1))
+    ups = [torch.unflatten(reader.dense(specs[field]), 0, heads) for field in maps if field not in linears]
+    up = torch.cat((ups[0].mT, ups[1]), 1) if own.is_split else ups[0]
     return LatentWeights(up=reader.kernels.pack_latent_maps(up, own.plain_size), **linears, **norms)
 
 
@@ -309,9 +313,8 @@ class Reader:
         return self.read(name).flatten().to(self.kernels.device, torch.float32, copy=True)
 
     def dense(self, spec: LinearSpec) -> Tensor:
-        """The weight [out, in] of a linear map in the type of activations, on the device."""
-        weight = spec.format.unpack(self._joined(spec))
-        return weight.to(self.kernels.device, self.kernels.activation_dtype)
+        """The weight [out, in] of a linear map that is unpacked, in the type of activations, on the device."""
+        return self._joined(spec)["weight"].to(self.kernels.device, self.kernels.activation_dtype)
 
     def linear(self, spec: LinearSpec) -> Linear:
         return self.pack(spec, *self._given(spec))

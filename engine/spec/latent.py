@@ -38,6 +38,8 @@ class LatentAttention:
     """See `HeadOrder`, of the rotated numbers."""
     has_bias: bool = False
     """Whether the first maps and the last one have biases."""
+    is_split: bool = False
+    """Whether K of all heads, transposed, and V are tensors of their own, as they are in GGUF files."""
 
     num_kv_heads: ClassVar[int] = 1
     window: ClassVar[int] = 0
@@ -74,14 +76,32 @@ class LatentAttention:
         q = Rows("self_attn.q_b_proj" if rank else "self_attn.q_proj", (self.q_size,), of_query.unless_ours)
         q_a = Rows("self_attn.q_a_proj", (rank,))
         latent = Rows("self_attn.kv_a_proj_with_mqa", (self.head_dim,), of_latent.unless_ours)
-        up = Rows("self_attn.kv_b_proj", (self.num_heads * (self.plain_size + self.value_size),))
         o = Rows("self_attn.o_proj", (hidden,))
         first = {"q_a": LinearMap(rows=(q_a,), in_features=hidden, has_bias=bias)} if rank else {}
         return first | {
             "q": LinearMap(rows=(q,), in_features=rank or hidden),
             "latent": LinearMap(rows=(latent,), in_features=hidden, has_bias=bias),
-            "up": LinearMap(rows=(up,), in_features=self.latent_size, stays=True),
+            **self._ups(),
             "o": LinearMap(rows=(o,), in_features=self.num_heads * self.value_size, has_bias=bias, sums=True),
+        }
+
+    def _ups(self) -> dict[str, LinearMap]:
+        """The maps that become one matrix of each head, see `LatentWeights.up`."""
+        heads, latent = self.num_heads, self.latent_size
+        sizes = {"up": ("kv_b_proj", self.plain_size + self.value_size, latent)}
+        if self.is_split:
+            sizes = {
+                "k_up": ("k_b_proj", latent, self.plain_size),
+                "v_up": ("v_b_proj", self.value_size, latent),
+            }
+        return {
+            field: LinearMap(
+                rows=(Rows(f"self_attn.{name}", (heads * rows,)),),
+                in_features=inputs,
+                stays=True,
+                is_unpacked=True,
+            )
+            for field, (name, rows, inputs) in sizes.items()
         }
 
     def vectors(self) -> dict[str, Vector]:

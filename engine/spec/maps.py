@@ -119,6 +119,8 @@ class LinearMap:
     """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
     stays: bool = False
     """Whether it stays in floating point where others are quantized."""
+    is_unpacked: bool = False
+    """Whether it is loaded in floating point even where the checkpoint has it quantized."""
 
 
 @dataclass(frozen=True, slots=True)

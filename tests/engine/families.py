@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Set
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -94,7 +95,9 @@ class Tiny:
     def make(self, folder: Path, seed: int = 0, **overrides: Any) -> Path:
         """Writes the model into a folder, in float32, with weights wide enough that attention looks around."""
         torch.manual_seed(seed)
-        entries = {**COMMON, **self.entries, **overrides}
+        entries = deepcopy(
+            {**COMMON, **self.entries, **overrides}
+        )  # some configs write into what they are given
         config = getattr(transformers, self.config)(**entries)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():

@@ -105,6 +105,10 @@ KINDS = {
     "hunyuan_v1_moe": "hunyuan-moe",
     "gpt_oss": "gpt-oss",
     "llama4_text": "llama4",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "mistral4": "mistral4",
 }
 """By a config.json's `model_type`, the architecture that llama.cpp's converter makes of it."""
 
@@ -148,11 +152,20 @@ _OF_YARN = {
 }
 
 
-def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "", **metadata: Any) -> Path:
+def write_family(
+    folder: Path,
+    path: Path,
+    types: Types = FLOAT32,
+    kind: str = "",
+    *,
+    is_old: bool = False,
+    **metadata: Any,
+) -> Path:
     """Writes a model of tests/engine/families.py as llama.cpp's converter does, with the `gguf` library's names.
 
     Args:
         kind: the architecture that the converter makes of it, where that does not follow from its type.
+        is_old: latent attention is described by its heads, as it was before llama.cpp attended to latents.
     """
     config = json.loads((folder / "config.json").read_text())
     has_experts = any(config.get(name) for name in _OF_EXPERTS["expert_count"])
@@ -163,6 +176,10 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     arrays: dict[str, Array] = {}
     parts = fused_parts_apart(load_file(folder / "model.safetensors"), has_experts=has_experts)
+    if "kv_lora_rank" in config and not is_old:
+        parts = {
+            name: tensor for own in parts.items() for name, tensor in _keys_and_values(*own, config).items()
+        }
     for name, tensor in _rows_first(stacked_experts(parts), config).items():
         found = _own_name(name, names)
         arrays[found] = _converted(name, tensor, config, kind).numpy()
@@ -177,7 +194,10 @@ def write_family(folder: Path, path: Path, types: Types = FLOAT32, kind: str = "
         num_rotated = int(num * rope["full_attention"]["partial_rotary_factor"])
         arrays["rope_freqs.weight"] = np.where(np.arange(num) < num_rotated, 1, 1e30).astype(np.float32)
     tokens = [f"<{number}>" for number in range(config["vocab_size"])]
-    entries = {f"{kind}.{key}": value for key, value in _metadata(config, rope).items()}
+    described = _metadata(config, rope)
+    if "kv_lora_rank" in config:
+        described |= _of_latents(config, rope, is_old=is_old)
+    entries = {f"{kind}.{key}": value for key, value in described.items()}
     entries |= {name.replace("__", "."): value for name, value in metadata.items()}
     common = {"general.architecture": kind, "tokenizer.ggml.tokens": tokens}
     write_file(path, {**common, **entries}, arrays, types)
@@ -302,15 +322,45 @@ def _of_experts(config: dict[str, Any]) -> dict[str, Any]:
         for name in names
         if config.get(name) is not None
     }
-    if config["model_type"] in ("glm4_moe", "minimax_m2"):
+    if config["model_type"] in ("glm4_moe", "minimax_m2", "deepseek_v3", "glm4_moe_lite"):
         entries["expert_gating_func"] = 2
-    if config["model_type"] == "glm4_moe":
+    if config["model_type"] == "glm4_moe" or ("kv_lora_rank" in config and config.get("norm_topk_prob")):
         entries["expert_weights_norm"] = config["norm_topk_prob"]
     if config["model_type"] in ("gpt_oss", "llama4_text"):
         entries["expert_feed_forward_length"] = config["intermediate_size"]
     if config["model_type"] == "llama4_text":
         entries["feed_forward_length"] = config["intermediate_size_mlp"]
     return entries
+
+
+def _of_latents(config: dict[str, Any], rope: dict[str, Any], *, is_old: bool) -> dict[str, Any]:
+    """What the converter says of latent attention: of one head of latents, or as it did before, of all heads."""
+    rotated, latent, value = (config[name] for name in ("qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
+    key = config["qk_nope_head_dim"] + rotated
+    entries: dict[str, Any] = {"attention.kv_lora_rank": latent, "rope.dimension_count": rotated}
+    if config.get("q_lora_rank") is not None:
+        entries["attention.q_lora_rank"] = config["q_lora_rank"]
+    if (multiplier := rope.get("mscale_all_dim")) is not None:
+        entries["rope.scaling.yarn_log_multiplier"] = 0.1 * multiplier
+    if is_old:
+        return {**entries, "attention.key_length": key, "attention.value_length": value}
+    return {
+        **entries,
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": key,
+        "attention.value_length_mla": value,
+    }
+
+
+def _keys_and_values(name: str, tensor: Tensor, config: dict[str, Any]) -> dict[str, Tensor]:
+    """K of each head, transposed, and V in place of the map that has both."""
+    if not name.endswith("kv_b_proj.weight"):
+        return {name: tensor}
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    k, v = torch.split(torch.unflatten(tensor, 0, (config["num_attention_heads"], -1)), sizes, 1)
+    return {name.replace("kv_b", "k_b"): k.mT.contiguous(), name.replace("kv_b", "v_b"): v.contiguous()}
 
 
 def _of_full_layers(config: dict[str, Any]) -> dict[str, Any]:

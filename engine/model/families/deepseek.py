@@ -45,7 +45,9 @@ def _model(fields: Fields, router: Router, num_dense: int, *, predicts: bool = T
     """A model whose first layers are dense."""
     fields.says_nothing("moe_layer_freq", 1)
     sizes = replace(Sizes.of(fields, head_dim=2), head_dim=fields.size("qk_rope_head_dim", 64))
-    rope = replace(read_rope(fields, sizes), share=1.0)
+    # A `partial_rotary_factor` is that of a whole head, of which the rotated numbers are a part of their own here.
+    head = replace(sizes, head_dim=sizes.head_dim + fields.size("qk_nope_head_dim", 128))
+    rope = replace(read_rope(fields, head), share=1.0)
     num_shared, inner = fields.integer("n_shared_experts", 0), fields.size("moe_intermediate_size")
     if not 0 <= num_shared <= MAX_EXPERTS:
         raise fields.error(f"n_shared_experts is {num_shared}, and it must be at least 0")

@@ -26,6 +26,7 @@ from penstock.engine.model.gguf.container import SUPPORTED, GgufTensor, Header, 
 from penstock.engine.model.gguf.kinds import GgufKind
 from penstock.engine.model.gguf.names import Names
 from penstock.engine.model.gguf.stored_experts import expert_entries, stacked_maps, stored_feed_forward
+from penstock.engine.model.gguf.stored_latents import latent_entries, stored_latent
 from penstock.engine.model.gguf.stored_states import state_entries, stored_state
 from penstock.engine.model.parse import parse_config
 from penstock.engine.spec import Attention, LatentAttention, Layer, Mixer, ModelSpec, Prediction
@@ -90,7 +91,7 @@ def read_config(path: Path) -> ModelConfig:
         CheckpointError: names the entry that is missing, malformed or not supported.
     """
     header = read_header(path)
-    fields, kind = header.fields, GgufKind.of(header.fields)
+    fields, kind = header.fields, GgufKind.of(header)
     entries, tokens = _entries(header, kind), fields.strings("tokenizer.ggml.tokens")
     is_sparse = kind.sparse and "num_experts" in entries
     architecture = kind.windowed if kind.windowed and entries["sliding_window"] else kind.architecture
@@ -164,6 +165,7 @@ def _entries(header: Header, kind: GgufKind) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **_rope(header, name, kind, head_dim, windowed_dim),
         **kind.entries,
+        **latent_entries(header, name),
         **states,
         **expert_entries(header, name, kind, depth),
         **_numbers(fields, name, {entry: key for key, entry in kind.keys.items()}),
@@ -243,7 +245,7 @@ def _rope(header: Header, name: str, kind: GgufKind, head_dim: int, windowed_dim
             f"{name}.rope.dimension_count is {rotated}, and only heads that are rotated whole are "
             f"supported, all {head_dim} dimensions"
         )
-    rope = {**kind.rope, **_scaling(header, name, rotated // 2)}
+    rope = {**kind.rope, **_scaling(header, name, kind, rotated // 2)}
     local = fields.within(f"{name}.rope.freq_base_swa", 1e-3, 1e12)
     return {
         "partial_rotary_factor": rotated / head_dim,
@@ -252,9 +254,12 @@ def _rope(header: Header, name: str, kind: GgufKind, head_dim: int, windowed_dim
     }
 
 
-def _scaling(header: Header, name: str, count: int) -> dict[str, object]:
+def _scaling(header: Header, name: str, kind: GgufKind, count: int) -> dict[str, object]:
     """The entries of a config.json's `rope_parameters`."""
     fields, known = header.fields, _numbers(header.fields, name, _ROPE_NUMBERS)
+    if "mscale" in known:  # a sixth decimal is as exact as the float32 in the file
+        multiplier = round(fields.number(f"{name}.rope.scaling.yarn_log_multiplier") / kind.log_unit, 6)
+        known |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier)
     long, short = (header.tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     if long is not None and short is not None:
         factors = {"long_factor": [*_factors(long, count)], "short_factor": [*_factors(short, count)]}
@@ -326,7 +331,7 @@ def _stored_mixer(mixer: Mixer | None, layer: int, header: Header, kind: GgufKin
     if mixer is None:
         return None
     if isinstance(mixer, LatentAttention):
-        return mixer
+        return stored_latent(mixer, layer, header)
     if not isinstance(mixer, Attention):
         return stored_state(mixer, layer, header, header.fields.text("general.architecture"))
     norms = {name: replace(norm, offset=0.0) for name, norm in mixer.norms().items()}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.fields import Fields
-from penstock.engine.model.gguf import stored_states
+from penstock.engine.model.gguf import stored_latents, stored_states
+from penstock.engine.model.gguf.container import Header
 
 _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -63,6 +63,8 @@ class GgufKind:
     """The family where the metadata give a sliding window, if that is another one."""
     sparse: str = ""
     """The family where the metadata count experts; "" is none."""
+    unbiased: GgufKind | None = None
+    """The row for models whose choice of experts has no biases, if they are another family's."""
     gating: int = 1
     """The `expert_gating_func` of the kind's files: 1 is softmax, 2 sigmoid."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -80,19 +82,23 @@ class GgufKind:
     rotates_in_part: bool = False
     rope: Mapping[str, object] = field(default_factory=dict)
     """Entries of `rope_parameters` that no key stands for."""
+    log_unit: float = 1.0
+    """The factor by which `yarn_log_multiplier` is larger than `mscale_all_dim`."""
     has_states: bool = False
     """Whether layers may have a state: where a layer has no attention or feed-forward part, its counts are 0."""
     wide_depth: int = 0
     """Gemma's model with so many layers scales scores by hidden_size / heads, and all others by the size of a head."""
 
     @classmethod
-    def of(cls, fields: Fields) -> GgufKind:
+    def of(cls, header: Header) -> GgufKind:
         """The kind that a file's metadata name.
 
         Raises:
             CheckpointError: it is not supported.
         """
-        return KINDS[fields.one_of("general.architecture", *KINDS)]
+        found = KINDS[header.fields.one_of("general.architecture", *KINDS)]
+        is_biased = any(tensor.endswith(".exp_probs_b.bias") for tensor in header.tensors)
+        return found if is_biased or found.unbiased is None else found.unbiased
 
 
 _LOGIT_SCALE = {"logit_scale": "logit_scale"}
@@ -110,6 +116,16 @@ _QWEN35 = GgufKind(
     names=stored_states.DELTA,
     rotates_in_part=True,
     has_states=True,
+)
+
+_RENORMALIZES_IF_TOLD = {"norm_topk_prob": False}
+_DEEPSEEK_V2 = GgufKind(
+    architecture="DeepseekV2ForCausalLM",
+    sparse="DeepseekV2ForCausalLM",
+    entries={**_RENORMALIZES_IF_TOLD, "topk_method": "group_limited_greedy"},
+    names=stored_latents.NAMES,
+    rotates_in_part=True,
+    log_unit=0.1,
 )
 
 KINDS = {
@@ -261,6 +277,22 @@ KINDS = {
         eps=_NEMOTRON_EPS,
         has_states=True,
     ),
+    "deepseek2": replace(
+        _DEEPSEEK_V2,
+        architecture="DeepseekV3ForCausalLM",
+        sparse="DeepseekV3ForCausalLM",
+        gating=2,
+        keys={"nextn_predict_layers": "num_nextn_predict_layers"},
+        entries=_RENORMALIZES_IF_TOLD,
+        unbiased=_DEEPSEEK_V2,
+    ),
+    "mistral4": replace(
+        _DEEPSEEK_V2,
+        architecture="Mistral4ForCausalLM",
+        sparse="Mistral4ForCausalLM",
+        entries=_RENORMALIZES_IF_TOLD,
+    ),
     "mamba2": GgufKind(architecture="Mamba2ForCausalLM", names=_NEMOTRON, eps=_NEMOTRON_EPS, has_states=True),
 }
-"""By `general.architecture`. Mistral's older models are of the kind llama, and OLMo 3 is of olmo2."""
+"""By `general.architecture`. Mistral's older models are of the kind llama, OLMo 3 is of olmo2, and Kimi K2 and GLM-4.7
+Flash are of deepseek2."""

@@ -68,15 +68,23 @@ _GLM4 = replace(_CL100K, has_whole_words=True)
 _MINICPM5 = Splitting((r"\p{N}{1,3}", rf"{_WORDS}|\p{{N}}+|{_REST}"), has_whole_words=True)
 
 
-def _by_case(ending: str, numbers: str) -> str:
-    """Words begin where a large letter follows a small one."""
+def _by_case(ending: str, numbers: str, but: str = "", closing: str = r"[\r\n/]*") -> str:
+    """Words begin where a large letter follows a small one.
+
+    Args:
+        but: the letters that no word has.
+        closing: what may follow other characters.
+    """
     start = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{start}[{_UPPER}]*[{_LOWER}]+{ending}|{start}[{_UPPER}]+[{_LOWER}]*{ending}"
-    return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
+    upper, lower = (f"[{case}&&[^{but}]]" if but else f"[{case}]" for case in (_UPPER, _LOWER))
+    words = rf"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
+    return rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{closing}|{_SPACE}"
 
 
 _TEKKEN = Splitting((_by_case("", r"\p{N}"),), has_whole_words=True, adds_bos=True)
 _O200K = Splitting((_by_case(f"{_CONTRACTION}?", r"\p{N}{1,3}"),))
+_OF_KIMI = _by_case(f"{_CONTRACTION}?", r"\p{N}{1,3}", but=r"\p{Han}", closing=r"[\r\n]*")
+_KIMI = Splitting((rf"\p{{Han}}+|{_OF_KIMI}",))
 _AYA = Splitting((r"\d{1,3}(?=(?:\d{3})*\b)", *_O200K.patterns))
 _SEED = Splitting((rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACE}",))
 _SUPERBPE = Splitting((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))
@@ -125,6 +133,7 @@ SPLITTINGS: dict[str, Splitting] = {
         (_DEEPSEEK_CODER, "deepseek-coder"),
         (_DEEPSEEK3, "deepseek-v3 hunyuan-dense"),
         (_O200K, "gpt-4o llama4 minimax-m2"),
+        (_KIMI, "kimi-k2"),
         (_AYA, "tiny_aya"),
         (_SEED, "seed-coder"),
         (_SUPERBPE, "superbpe"),

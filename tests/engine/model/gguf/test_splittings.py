@@ -30,6 +30,7 @@ PIECES = {
     "ufakzeka": "HTTPServer|'s| |1|2|3|4|5| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
     "lfm2": "HTTPServer|'s| |123|45| नमस|्त|े,\n|Ça水が|5|!/\n\n| | x",
     "llama4": "HTTPServer's| |123|45| नमस्ते|,\n|Ça水が|5|!/\n\n| | x",
+    "kimi-k2": "HTTPServer's| |123|45| नमस्ते|,\n|Ça|水|が|5|!/\n\n| | x",
     "tiny_aya": "HTTPServer's| |12|345| नमस्ते|,\n|Ça水が|5|!/\n\n| | x",
     "deepseek-llm": "HTTPServer|'|s| |12345| |नमस्ते|,|\n|Ç|a|水が|5|!/|\n|\n| | x",
     "deepseek-coder": "HTTPServer|'|s| |1|2|3|4|5| |नमस|्|त|े|,|\n|Ça|水が|5|!/|\n|\n| | x",

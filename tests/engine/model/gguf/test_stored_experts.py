@@ -45,6 +45,8 @@ UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"swiglu_limit": 7.0},
 }
 """What files do not say, for llama.cpp has it in its code."""
+OF_LATENTS: dict[str, Any] = {"kv_lora_rank": 64, "qk_nope_head_dim": 32}
+"""Rows of whole blocks, where a family has latents."""
 TYPES = list(container.SUPPORTED)
 
 
@@ -56,13 +58,16 @@ def dequantised(path: Path) -> dict[str, Tensor]:
 
 
 def like_files(type: str) -> Any:
-    """Routers and biases are in floating point, as the converter leaves them."""
-    return lambda name: "F32" if "ffn_gate_inp" in name or name.endswith("bias") else type
+    """Routers and biases are in floating point, as the converter leaves them, and here what K and V are made with."""
+    floats = ("ffn_gate_inp", "attn_k_b", "attn_v_b", "bias")
+    return lambda name: "F32" if any(part in name for part in floats) else type
 
 
 def rounded(name: str, tensor: Tensor, kind: Type, *, is_transposed: bool) -> Tensor:
     """The weights that blocks of a type stand for, which are along the inputs of a linear map."""
-    if tensor.dim() == 1 or any(part in name for part in ("gate.weight", "router", "e_score", "bias")):
+    if tensor.dim() == 1 or any(
+        part in name for part in ("gate.weight", "router", "e_score", "bias", "kv_b_proj")
+    ):
         return tensor
     rows = tensor.mT if is_transposed else tensor
     blocks = gguf.quants.quantize(rows.contiguous().numpy(), kind)
@@ -73,9 +78,8 @@ def rounded(name: str, tensor: Tensor, kind: Type, *, is_transposed: bool) -> Te
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("type", ["F32", "Q8_0"])
 def test_logits_are_those_of_transformers(family: str, type: str, tmp_path: Path) -> None:
-    folder = SPARSE[family].make(
-        tmp_path, **UNSAID.get(family, {}), intermediate_size=128, mlp_only_layers=[]
-    )
+    sizes = OF_LATENTS if "kv_lora_rank" in SPARSE[family].entries else UNSAID.get(family, {})
+    folder = SPARSE[family].make(tmp_path, **sizes, intermediate_size=128, mlp_only_layers=[])
     file, kind = folder / "model.safetensors", Type[type]
     stacked = family in ("gpt-oss", "Llama 4")
     tensors = {
@@ -88,12 +92,12 @@ def test_logits_are_those_of_transformers(family: str, type: str, tmp_path: Path
     found = in_chunks(load(path))
     if type == "F32":
         check_logits(found, expected)
-    assert [(own.reach, own.temperature) for own in read_config(path).attentions] == [
-        (own.reach, own.temperature) for own in read_config(folder).attentions
-    ]
-    for own, wanted in zip(loaded(path), loaded(folder), strict=True):
-        assert [None if part is None else part.tolist() for part in own] == [
-            None if part is None else part.tolist() for part in wanted
+    for own, wanted in zip(read_config(path).attentions, read_config(folder).attentions, strict=True):
+        assert own.reach == wanted.reach
+        assert (own.temperature or ()) == pytest.approx(wanted.temperature or ())
+    for found_maps, wanted_maps in zip(loaded(path), loaded(folder), strict=True):
+        assert [None if part is None else part.tolist() for part in found_maps] == [
+            None if part is None else part.tolist() for part in wanted_maps
         ]
 
 
