@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class _Slice:
     def of(self, expert: Tensor) -> Tensor:
         """A view of the tensor of its expert."""
         rows = expert.mT if self.is_transposed else expert
+        if rows.numel() == 1:  # a scale, which all maps of an expert share
+            return rows
         if self.stack.is_interleaved:
             return rows[self.place :: self.num_maps]
         return rows.chunk(self.num_maps)[self.place]
@@ -111,7 +114,9 @@ def _slices(files: TensorFiles, name: str, stack: Stack, suffix: str, experts: E
     entry, num_experts, num_maps = files.entries[name], experts.router.num_experts, len(stack.maps)
     is_transposed = stack.is_transposed and suffix == "weight" and not _is_by_rows(entry, stack, experts)
     axis = 2 if is_transposed else 1
-    if len(entry.shape) <= axis or entry.shape[0] != num_experts or entry.shape[axis] % num_maps:
+    is_shared = prod(entry.shape[1:]) == 1
+    is_whole = is_shared or (len(entry.shape) > axis and entry.shape[axis] % num_maps == 0)
+    if not entry.shape or entry.shape[0] != num_experts or not is_whole:
         raise CheckpointError(
             f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, and {files.config} says "
             f"{num_experts} experts of {num_maps} {'maps' if num_maps > 1 else 'map'} each"
@@ -136,7 +141,8 @@ def _entry(entry: TensorEntry, one: _Slice) -> TensorEntry:
     num_experts, *shape = entry.shape
     if one.is_transposed:
         shape.reverse()
-    shape[0] //= one.num_maps
+    if prod(shape) > 1:
+        shape[0] //= one.num_maps
     num_bytes = entry.num_bytes // num_experts
     start = entry.start + one.expert * num_bytes
     return replace(entry, shape=tuple(shape), start=start, num_bytes=num_bytes // one.num_maps)

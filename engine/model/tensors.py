@@ -67,13 +67,14 @@ def make_recipe(config: ModelConfig, options: LoadOptions, files: TensorFiles | 
 def _floats(config: ModelConfig, files: TensorFiles | None) -> Iterator[str]:
     """Yields the linear maps that stay in floating point, and are so in the files.
 
-    GPTQ does not list the maps that it leaves out, and some programs quantize routers, where others do not.
+    GPTQ does not list the maps that it leaves out, and some programs quantize routers, where others do not. The words
+    of bitsandbytes may have the type of floats, and are [words, 1].
     """
     if config.quantization is None or config.quantization.text("quant_method") == "gguf":
         return
     for name in staying(config):
         entry = None if files is None else files.entries.get(f"{name}.weight")
-        if files is None or (entry is not None and entry.dtype in FLOATS):
+        if files is None or (entry is not None and entry.dtype in FLOATS and entry.shape[1:] != (1,)):
             yield name
 
 

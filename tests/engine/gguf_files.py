@@ -210,6 +210,11 @@ def _own_name(name: str, names: gguf.TensorNameMap) -> str:
     for end, own in {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}.items():
         if name.endswith(end):
             return f"blk.{layer}.{own}.scale"
+    behind = re.fullmatch(
+        r"model\.layers\.\d+\.(?P<module>eh_proj|enorm|hnorm|shared_head\.norm)\.weight", name
+    )
+    if behind:  # which the library does not have in all kinds that converters write it in
+        return f"blk.{layer}.nextn.{behind['module'].replace('.', '_')}.weight"
     named = name.replace("e_score_correction_bias", "e_score_correction.bias")
     is_bare = not named.endswith((".weight", ".bias"))
     found = names.get_name(f"{named}.weight" if is_bare else named, (".weight", ".bias"))

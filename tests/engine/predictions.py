@@ -77,7 +77,7 @@ def add_prediction(folder: Path, seed: int = 0) -> Path:
 
 def is_behind(config: dict[str, Any]) -> bool:
     """Whether a model's layer lies behind its others, and not by itself."""
-    return str(config["model_type"]) == "glm4_moe"
+    return config["model_type"] in ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 
 
 def _name(name: str, config: dict[str, Any]) -> str:

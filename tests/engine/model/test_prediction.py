@@ -182,7 +182,11 @@ def find(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("family", "prefix", "shared"),
-    [("Qwen 3.5", "mtp.", ()), ("GLM-4.5", "model.layers.3.", ("embed_tokens", "shared_head.head"))],
+    [
+        ("Qwen 3.5", "mtp.", ()),
+        ("GLM-4.5", "model.layers.3.", ("embed_tokens", "shared_head.head")),
+        ("DeepSeek V3", "model.layers.3.", ("embed_tokens", "shared_head.head")),
+    ],
 )
 def test_the_tensors_that_a_layer_must_have_are_those_of_its_files(
     family: str, prefix: str, shared: tuple[str, ...], tmp_path: Path
