@@ -21,15 +21,13 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The processes that run a model: stages of as many ranks each, and how they talk.
-
-    Attributes:
-        on_cuda: whether they exchange tensors on GPUs, too: over NCCL there, and over gloo on the CPU.
-    """
+    """The processes that run a model, and how they talk."""
 
     num_ranks: int
+    """Of each stage."""
     num_stages: int = 1
     on_cuda: bool = False
+    """Whether they exchange tensors on GPUs, too: over NCCL there, and over gloo on the CPU."""
 
     @property
     def size(self) -> int:
@@ -37,7 +35,7 @@ class Grid:
 
     @property
     def chooser(self) -> int:
-        """The first process of the last stage, which has the results of steps."""
+        """The first process of the last stage, which brings the results of steps; 0 if there is one stage."""
         return self.size - self.num_ranks
 
 

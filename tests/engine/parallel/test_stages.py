@@ -12,7 +12,7 @@ import pytest
 
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config
-from penstock.engine.model.stages import check_stages
+from penstock.engine.model.stages import check_stages, cut_config
 from penstock.engine.planning.device import DeviceError
 from tests.engine.driver import Driver
 from tests.engine.families import SPARSE, STATES, TINY
@@ -95,9 +95,25 @@ def test_two_stages_of_two_ranks_serve_every_family(pool: Pool, family: str, tmp
     compare(pool.of(2, 2), FAMILIES[family].make(tmp_path, vocab_size=517))
 
 
+def test_the_first_stage_need_not_have_the_states(pool: Pool, tmp_path: Path) -> None:
+    """Planning has the slots of the others."""
+    kinds = ["full_attention"] * 2 + ["conv"] * 2
+    folder = FAMILIES["LFM2"].make(tmp_path, vocab_size=517, layer_types=kinds, num_hidden_layers=4)
+    first = cut_config(read_config(folder), 2, 0).spec
+    assert first.attentions
+    assert not first.states
+    compare(pool.of(1, 2), folder)
+
+
 @pytest.mark.long("more than two stages")
 def test_three_stages_choose_them_too(pool: Pool, tmp_path: Path) -> None:
     compare(pool.of(1, 3), checkpoint("llama", tmp_path, num_hidden_layers=4))
+
+
+@pytest.mark.long("more than two stages")
+def test_a_stage_may_have_neither_attention_nor_a_state(pool: Pool, tmp_path: Path) -> None:
+    """Each of five has one layer: two have a state, one attention, one experts, one a feed-forward part alone."""
+    compare(pool.of(1, 5), FAMILIES["Nemotron 3"].make(tmp_path, vocab_size=517))
 
 
 @pytest.mark.parametrize(
