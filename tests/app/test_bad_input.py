@@ -53,6 +53,7 @@ TABLE = [
     ("serve --port 0 --draft {model}", "--draft {model}"),
     ("serve --port 0 --tensor-parallel 2 --draft {model}", "--tensor-parallel"),
     ("serve --port 0 --tensor-parallel 7", "7"),
+    ("serve --port 0 --pipeline-parallel 7", "7"),
     ("serve --port 0 --api-keys-file {tmp}/keys", "--api-keys-file {tmp}/keys: No such file"),
     ("serve --port 0 --api-keys-file {file}", "--api-keys-file {file}, line 1"),
     ("serve --port 0 --redis-url nonsense", "--redis-url"),

@@ -159,6 +159,7 @@ def test_what_replicas_cannot_be_given_is_told(flags: dict[str, str], said: str)
         ({}, {}, 0, 1, 0),
         ({"threads": "2"}, {}, 8, 2, 1),
         ({"tensor_parallel": "4"}, {"cpus": "3"}, 8, 3, 4),
+        ({"tensor_parallel": "2", "pipeline_parallel": "3"}, {"cpus": "3"}, 8, 3, 6),
         ({"device": "cpu"}, {}, 8, 1, 0),
         ({}, {"gpus": "0.5"}, 8, 1, 0.5),
     ],

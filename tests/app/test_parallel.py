@@ -1,4 +1,4 @@
-"""What is wrong with --tensor-parallel is said in one line, before anything is started."""
+"""What is wrong with --tensor-parallel and --pipeline-parallel is said in one line, before anything is started."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ from penstock.engine.parallel.leader import start_ranks
             {"tensor_parallel": "2", "draft": "folder"},
             "--draft folder: with --tensor-parallel there are no drafts",
         ),
+        (
+            {"pipeline_parallel": "2", "draft": "folder"},
+            "--draft folder: with --pipeline-parallel there are no drafts",
+        ),
+        ({"pipeline_parallel": "20"}, "--pipeline-parallel 20: the model has 4 layers, which are too few"),
+        (
+            {"pipeline_parallel": "33", "tensor_parallel": "2"},
+            "--pipeline-parallel 33: with --tensor-parallel 2 there would be 66 processes, and 64 are the most",
+        ),
         ({"expert_parallel": "on"}, "--expert-parallel on: the model has no experts"),
         ({"tensor_parallel": "65"}, "--tensor-parallel: input should be less than or equal to 64, not '65'"),
     ],
@@ -35,12 +44,21 @@ def test_what_cannot_be(flags: dict[str, str], said: str) -> None:
 
 def test_there_are_no_drafts() -> None:
     assert load_options(Settings.load({"tensor_parallel": "2"})).max_drafts == 0
+    assert load_options(Settings.load({"pipeline_parallel": "2"})).max_drafts == 0
     assert load_options(Settings.load({})).max_drafts > 0
 
 
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tensor_parallel": "2"}, "--tensor-parallel 2"),
+        ({"pipeline_parallel": "2"}, "--pipeline-parallel 2"),
+        ({"tensor_parallel": "2", "pipeline_parallel": "3"}, "--tensor-parallel 2 --pipeline-parallel 3"),
+    ],
+)
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], said: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    options = load_options(Settings.load({"tensor_parallel": "2", "device": "cuda"}))
-    with pytest.raises(CheckpointError, match=r"^--tensor-parallel 2: torch sees 1 GPUs$"):
+    options = load_options(Settings.load({**flags, "device": "cuda"}))
+    with pytest.raises(CheckpointError, match=f"^{said}: torch sees 1 GPUs$"):
         start_ranks(options, lambda _: None)
