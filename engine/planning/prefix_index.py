@@ -108,8 +108,8 @@ class PrefixIndex:
         if num_since > len(self._drops):
             num_kept = 0
         else:
-            for place, block in islice(reversed(self._drops), num_since):
-                if place < num_kept and entries[place] == block:
+            for place, dropped in islice(reversed(self._drops), num_since):
+                if place < num_kept and entries[place] == dropped:
                     num_kept = place
         del entries[num_kept:]
         known = self._block_of[0]
