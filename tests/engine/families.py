@@ -544,11 +544,11 @@ def put_inside(text: Path, folder: Path, architecture: str) -> Path:
 
 UNLIKE = {
     *("Gemma 2", "Gemma 4 E", "GLM-4-0414", "Command R7B", "Phi 4 mini", "Granite 3", "EXAONE 4"),
-    *("Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE"),
+    *("Qwen 2 MoE", "GLM-4.5", "gpt-oss", "Llama 4", "Gemma 4 MoE", "DeepSeek V3"),
     *("Qwen 3.5", "LFM2", "Granite 4 H"),
 }
 """Those that differ most: caps, windows and shared layers, rotations of every kind, norms and multipliers of their own;
-of experts a gate of shared ones, groups, biases and limits, weights on inputs, norms; each kind of state."""
+of experts a gate of shared ones, groups, biases and limits, weights on inputs, norms; latents; each kind of state."""
 
 
 def unlike(group: str, without: Set[str] = frozenset()) -> list[Any]:

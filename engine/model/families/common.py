@@ -308,7 +308,10 @@ def _stretched(plain: Rope, rope: Fields, original: int, factor: float | None = 
     """
     found = rope.positive("factor", factor)
     if original * found > MAX_POSITIONS:
-        raise rope.error(f"factor {found:g} makes more than {MAX_POSITIONS} positions of {original}")
+        raise rope.error(
+            f"factor {found:g} makes more than {MAX_POSITIONS} positions of {original} "
+            "(original_max_position_embeddings)"
+        )
     return replace(plain, factor=found, original_max_position=original)
 
 

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import LoadOptions
+from penstock.engine.kernels.kv_cache import KVShape
+from penstock.engine.kernels.latents import gather_latents, rotate_and_write_latents
 from penstock.engine.kernels.linear import DenseLinear
 from penstock.engine.kernels.ops import reference_kernels
+from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.model.files import open_files
 from penstock.engine.model.parse import read_config
 from penstock.engine.model.stacks import unstacked
@@ -137,3 +140,57 @@ def test_they_count_as_what_they_become(tmp_path: Path) -> None:
     assert specs["up"].stored.name == "fp8"
     assert specs["up"].format == DENSE
     assert specs["q"].format.name == "fp8"
+
+
+def wide_rows(count: int, shape: KVShape) -> Tensor:
+    """Rows as large as normed latents, but for a few channels that are ten times as large, and rotated keys."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, shape.head_dim, generator=generator)
+    rows[:, torch.randperm(shape.latent_size, generator=generator)[:4]] *= 10
+    rows[:, shape.latent_size :] *= 5
+    return rows
+
+
+def read_back(rows: Tensor, shape: KVShape, dtype: torch.dtype) -> Tensor:
+    """The rows from a cache of a type. The norm's weights are 1 and angles are 0: rows are scaled, and scaled back."""
+    num_blocks = -(-len(rows) // shape.block_size)
+    layer_kv = torch.zeros(1, num_blocks, shape.stored_elements(dtype), dtype=dtype)
+    latent, key = torch.split(rows, [shape.latent_size, shape.head_dim - shape.latent_size], -1)
+    scale = latent.square().mean(-1, keepdim=True).sqrt()
+    positions, half = torch.arange(len(rows)), key.shape[1] // 2
+    places = TokenPlaces(positions, positions, torch.ones(len(rows), half), torch.zeros(len(rows), half))
+    queries, norm = torch.zeros(len(rows), 1, key.shape[1] + 8), torch.ones(shape.latent_size)
+    latents = torch.cat((latent, key), -1)
+    rotate_and_write_latents(queries, latents, norm, 0.0, places, layer_kv, shape)
+    found = gather_latents(layer_kv[0], torch.arange(num_blocks), shape, torch.float32)[0, : len(rows)]
+    return torch.cat((found[:, : shape.latent_size] * scale, found[:, shape.latent_size :]), -1)
+
+
+def test_latents_of_8_bits_are_nearly_those_of_16() -> None:
+    """A scale for each group of as many numbers as are rotated keeps a large channel from coarsening all others.
+
+    A group is rounded by at most half a 127th of its largest number. Of one scale for the whole row, the error would be
+    that of the largest channel everywhere.
+    """
+    shape = KVShape(num_kv_heads=1, head_dim=576, block_size=16, latent_size=512)
+    rows = wide_rows(200, shape)
+    found, rounded = (read_back(rows, shape, dtype) for dtype in (torch.int8, torch.bfloat16))
+    groups, errors = (torch.unflatten(x, -1, (9, 64)) for x in (rows, (found - rows).abs()))
+    most = groups.abs().amax(-1, keepdim=True) / 254
+    assert (errors <= most * 1.001).all()
+    error, of_bfloat16 = (float((x - rows).norm() / rows.norm()) for x in (found, rounded))
+    whole = rows.abs().amax(-1, keepdim=True) / 127
+    of_one_scale = float(((rows / whole).round() * whole - rows).norm() / rows.norm())
+    assert of_bfloat16 < error < 6 * of_bfloat16
+    assert error < 0.6 * of_one_scale
+
+
+def test_attention_to_latents_of_8_bits_says_nearly_the_same(tmp_path: Path) -> None:
+    """Of a model without experts, of which one for another would say more than roundings do."""
+    folder = SPARSE["DeepSeek V3"].make(tmp_path, first_k_dense_replace=3)
+    exact = in_chunks(load(folder))
+    eight, sixteen = (
+        float((in_chunks(load(folder, kv_dtype=dtype)) - exact).norm() / exact.norm())
+        for dtype in ("int8", "bfloat16")
+    )
+    assert 0 < sixteen < eight < 6 * sixteen

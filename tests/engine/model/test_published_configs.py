@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.fields import Fields
 from penstock.engine.model.families import FAMILIES, NOT_YET
 from penstock.engine.model.parse import parse_config, read_config, read_generation_defaults
-from penstock.engine.model.tensors import make_recipe
-from penstock.engine.spec import Mamba2
+from penstock.engine.model.prediction import prediction_tensors
+from penstock.engine.model.tensors import AS_IT_IS, expected_shapes, make_recipe
+from penstock.engine.spec import Experts, Mamba2
 
 WORLD = Path(__file__).parents[3].parent / "shared" / "world"
 """Metadata of published models, where somebody has collected them beside the repository."""
@@ -50,6 +52,27 @@ GEMMA3: Entries = {
         "num_hidden_layers": 34,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
+    },
+}
+DEEPSEEK: Entries = {
+    **SMALL,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
     },
 }
 LFM2: Entries = {
@@ -119,6 +142,18 @@ FACTS: list[tuple[Entries, Any, Any]] = [
     (inside("Mistral3ForConditionalGeneration", "ministral3"), heads, (4, 4, 128)),
     (inside("Mistral3ForConditionalGeneration", "mistral"), heads, (4, 4, 16)),
     (inside("Lfm2VlForConditionalGeneration", "lfm2"), lambda it: it.intermediate_size, 256),
+    # Latents
+    (DEEPSEEK, lambda it: it.attentions[0].scale, pytest.approx(40**-0.5 * (1 + 0.1 * math.log(40)) ** 2)),
+    (DEEPSEEK, lambda it: it.spec.ropes[0].magnitude, 1.0),
+    (DEEPSEEK, lambda it: it.max_position, 163_840),
+    (
+        {**DEEPSEEK, "rope_scaling": {**DEEPSEEK["rope_scaling"], "mscale": 0.5}},
+        lambda it: it.spec.ropes[0].magnitude,
+        pytest.approx((1 + 0.05 * math.log(40)) / (1 + 0.1 * math.log(40))),
+    ),
+    ({**DEEPSEEK, "rope_scaling": None}, lambda it: it.attentions[0].scale, 40**-0.5),
+    ({**DEEPSEEK, "num_nextn_predict_layers": 0}, lambda it: it.spec.prediction, None),
+    ({**DEEPSEEK, "num_nextn_predict_layers": 1}, lambda it: it.spec.prediction.is_told, True),
     # Lengths
     (scaled("yarn", 4, original_max_position_embeddings=4096), lambda it: it.max_position, 16_384),
     (scaled("yarn", 4.0, original_max_position_embeddings=1024), lambda it: it.max_position, 4096),
@@ -150,17 +185,23 @@ MODELOPT: Entries = {"quant_algo": "FP8", "producer": {"name": "modelopt", "vers
 
 REFUSED: list[tuple[Entries, str]] = [
     (
-        inside("Mistral3ForConditionalGeneration", "mistral4"),
-        "text_config: model_type 'mistral4' in Mistral3ForConditionalGeneration is known but not served yet: "
-        "latent attention",
+        inside("KimiK25ForConditionalGeneration", "deepseek_v32"),
+        "text_config: model_type 'deepseek_v32' in KimiK25ForConditionalGeneration is known but not served yet: "
+        "latent and sparse attention",
     ),
+    (
+        {**DEEPSEEK, "architectures": ["DeepseekV32ForCausalLM"]},
+        "DeepseekV32ForCausalLM is known but not served yet: latent and sparse attention",
+    ),
+    ({**DEEPSEEK, "kv_lora_rank": 100}, "kv_lora_rank is 100, and not a multiple of qk_rope_head_dim, 16"),
+    ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq 2 is not supported in this family"),
     (
         inside("Gemma3ForConditionalGeneration", "foo"),
         "text_config: model_type 'foo' in Gemma3ForConditionalGeneration is not supported",
     ),
     (
-        inside("Qwen3_5MoeForConditionalGeneration", "deepseek_v3"),
-        "known but not served yet: latent attention",
+        inside("Qwen3_5MoeForConditionalGeneration", "glm_moe_dsa"),
+        "known but not served yet: latent and sparse attention",
     ),
     (
         inside("Gemma4ForConditionalGeneration", "x").__or__({"text_config": {"model_type": 3}}),
@@ -289,7 +330,37 @@ def test_every_published_config_is_read_or_refused_by_name() -> None:
         assert config.architecture in FAMILIES
         assert steps(config) <= {(0.0, math.inf)}, folder.name
         assert all(window < config.max_position for window in windows(config)), folder.name
-    assert accepted > 160
+    assert accepted > 170
+
+
+BILLIONS = {
+    "deepseek-ai--DeepSeek-V2-Lite-Chat": (15.7, 0.0),
+    "deepseek-ai--DeepSeek-V3": (671.0, 11.6),
+    "moonshotai--Kimi-K2-Instruct": (1026.4, 0.0),
+    "moonshotai--Kimi-K2.5": (1026.4, 0.0),
+    "mistralai--Mistral-Small-4-119B-2603": (119.0, 0.0),
+}
+"""The parameters of the text models, and those of their own layers for multi-token prediction, without the embedding
+and the head that are in these once more."""
+
+
+@needs_world
+@pytest.mark.parametrize("name", BILLIONS)
+def test_models_with_latents_are_as_large_as_they_are_published(name: str) -> None:
+    config = read_config(next(WORLD.glob(f"configs*/{name}")))
+    own, drafting = BILLIONS[name]
+    assert sum(map(math.prod, expected_shapes(config).values())) / 1e9 == pytest.approx(own, abs=0.05)
+    tensors = (tensor for _, tensor in prediction_tensors(config, AS_IT_IS))
+    assert sum(math.prod(one.known_shape) for one in tensors) / 1e9 == pytest.approx(drafting, abs=0.05)
+
+
+def test_what_glm_flash_leaves_out_makes_it_as_large_as_it_is() -> None:
+    """Its sizes are the defaults of transformers."""
+    entries = transformers.Glm4MoeLiteConfig(architectures=["Glm4MoeLiteForCausalLM"]).to_dict()
+    config = parse(entries)
+    assert sum(map(math.prod, expected_shapes(config).values())) / 1e9 == pytest.approx(29.9, abs=0.1)
+    assert config.num_heads == 20
+    assert [isinstance(layer.feed_forward, Experts) for layer in config.layers] == [False, *[True] * 46]
 
 
 # Entries that are wrong
@@ -300,6 +371,10 @@ DOZEN = (
     "google--gemma-3-4b-it",
     "google--gemma-4-26B-A4B-it",
     "LiquidAI--LFM2-8B-A1B",
+    "deepseek-ai--DeepSeek-V2-Lite-Chat",
+    "deepseek-ai--DeepSeek-V3",
+    "moonshotai--Kimi-K2.5",
+    "mistralai--Mistral-Small-4-119B-2603",
     "microsoft--Phi-3.5-mini-instruct",
     "mistralai--Ministral-3-3B-Instruct-2512",
     "nvidia--Nemotron-H-8B-Base-8K",
@@ -312,13 +387,14 @@ OWN: dict[str, Entries] = {
     "Nemotron H": NEMOTRON,
     "Gemma 3": GEMMA3,
     "LFM2": {**LFM2, "block_ff_dim": 512},
+    "DeepSeek V3": DEEPSEEK,
     "Qwen 2": {**QWEN2, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "modelopt": {**LLAMA, "quantization_config": {**MODELOPT, "ignore": ["lm_head"]}},
 }
 LEFT_OUT = object()
 SPOILT: tuple[object, ...] = (LEFT_OUT, None, "unknown", [], {}, -1, True, [["x"]])
 ALIASES = {
-    "text_config": "hidden_size",
+    "text_config": " is missing",
     "architectures": "architecture",
     "quantization_config": "quant_method",
 }

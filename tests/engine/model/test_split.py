@@ -77,6 +77,26 @@ def test_fewer_kv_heads_than_ranks_are_read_by_several(tmp_path: Path) -> None:
         ] * 4
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_the_heads_of_latents_which_all_of_them_have(tmp_path: Path, size: int) -> None:
+    folder = SPARSE["DeepSeek V2, groups"].make(tmp_path, n_shared_experts=4)
+    parts, whole = parts_of(folder, size), whole_of(folder)
+    own = "model.layers.1.self_attn."
+    for name in ("q_b_proj.weight", "kv_b_proj.weight"):
+        assert torch.equal(torch.cat([part[own + name] for part in parts]), whole[own + name])
+    assert torch.equal(
+        torch.cat([part[f"{own}o_proj.weight"] for part in parts], 1), whole[f"{own}o_proj.weight"]
+    )
+    assert not any(part[f"{own}o_proj.bias"].any() for part in parts[1:])
+    on_all = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    names = [f"{own}{name}.weight" for name in on_all] + [f"{own}kv_a_proj_with_mqa.bias"]
+    assert all(torch.equal(part[name], whole[name]) for part in parts for name in names)
+    with pytest.raises(
+        CheckpointError, match="tensor-parallel 3: the model has 4 attention heads, which do not"
+    ):
+        check_split(folder, read_config(folder), 3)
+
+
 def test_a_vocabulary_that_does_not_split_is_padded(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path, vocab_size=517)
     name = "model.embed_tokens.weight"

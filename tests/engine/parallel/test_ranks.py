@@ -250,6 +250,11 @@ def test_four_ranks_choose_them_too(pool: Pool, tmp_path: Path) -> None:
     compare(pool.of(4), checkpoint("llama", tmp_path))
 
 
+@pytest.mark.long("more than two ranks")
+def test_four_ranks_have_all_latents_and_a_head_each(pool: Pool, tmp_path: Path) -> None:
+    compare(pool.of(4), SPARSE["DeepSeek V3"].make(tmp_path, vocab_size=517))
+
+
 def test_a_rank_that_is_killed_ends_the_steps_at_once(pool: Pool, tmp_path: Path) -> None:
     """At some moment between two steps, or within one; and an idle engine is told, too."""
     followers = pool.of(4)
