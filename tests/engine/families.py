@@ -505,6 +505,7 @@ INSIDE: dict[str, tuple[str, str]] = {
     "Glm4vForConditionalGeneration": ("GLM-4-0414", "model.language_model."),
     "AyaVisionForConditionalGeneration": ("Command R", "model.language_model."),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen 3 MoE", "model.language_model."),
+    "KimiK25ForConditionalGeneration": ("DeepSeek V3", "language_model.model."),
 }
 """Models beside an image tower: the text model, and what stands before the names of its tensors."""
 
@@ -515,7 +516,7 @@ STATES_INSIDE = {
 }
 """Those of STATES, whose tensors are named as those of Qwen 3 VL."""
 
-RENAMED = {"MiMoForCausalLM": "Qwen 2"}
+RENAMED = {"MiMoForCausalLM": "Qwen 2", "KimiK2ForCausalLM": "DeepSeek V3"}
 """Those that transformers does not have, and what they are by another name."""
 
 BY_HAND = ("DeciLMForCausalLM", "InternLM2ForCausalLM")

@@ -373,7 +373,6 @@ DOZEN = (
     "LiquidAI--LFM2-8B-A1B",
     "deepseek-ai--DeepSeek-V2-Lite-Chat",
     "deepseek-ai--DeepSeek-V3",
-    "moonshotai--Kimi-K2.5",
     "mistralai--Mistral-Small-4-119B-2603",
     "microsoft--Phi-3.5-mini-instruct",
     "mistralai--Ministral-3-3B-Instruct-2512",
