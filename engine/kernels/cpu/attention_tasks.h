@@ -60,12 +60,16 @@ class AttentionTasks {
         for (int i = 0; i < step_.sequences && queries == Queries::all; i++)
             if (step_.query_starts[i] < step_.query_starts[i + 1])
                 runs.push_back({i, step_.query_starts[i], step_.query_starts[i + 1]});
-        for (int r = 0; r < step_.samples && queries != Queries::all;) {
-            const int token = step_.sample_rows[r], sequence = sequence_of_[token];
+        if (queries == Queries::all) return runs;
+        std::vector<int32_t> sampled(step_.sample_rows, step_.sample_rows + step_.samples);
+        if (queries == Queries::sampled) {  // each once: what is attended to may take the place of the queries
+            std::sort(sampled.begin(), sampled.end());
+            sampled.erase(std::unique(sampled.begin(), sampled.end()), sampled.end());
+        }
+        for (int r = 0, count = static_cast<int>(sampled.size()); r < count;) {
+            const int token = sampled[r], sequence = sequence_of_[token];
             int run = 1;  // neighbours of one sequence share their tasks
-            while (r + run < step_.samples && step_.sample_rows[r + run] == token + run &&
-                   sequence_of_[token + run] == sequence)
-                run++;
+            while (r + run < count && sampled[r + run] == token + run && sequence_of_[token + run] == sequence) run++;
             const int from = queries == Queries::gathered ? r : token;
             runs.push_back({sequence, from, from + run});
             r += run;

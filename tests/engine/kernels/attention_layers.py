@@ -136,7 +136,8 @@ class Latents:
     def up(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.num_heads)
         size = (self.num_heads, self.plain + self.value, self.latent)
-        return (torch.randn(size, generator=generator) * self.latent**-0.5).to(self.maps).float()
+        numbers = torch.randn(size, generator=generator) * float(self.latent**-0.5)
+        return numbers.to(self.maps).float()
 
     @property
     def q_scales(self) -> Tensor:
@@ -281,7 +282,7 @@ def _of_latents(
 ) -> Range:
     length = len(rows)
     cos, sin = COS[:length, : shape.rotated // 2], SIN[:length, : shape.rotated // 2]
-    queries = rows[:, : -shape.head_dim].unflatten(1, (shape.num_heads, -1))
+    queries = torch.unflatten(rows[:, : -shape.head_dim], 1, (shape.num_heads, -1))
     latents = rows[:, -shape.head_dim :]
     factor = math.log2(math.e) * shape.query_size**-0.5
 
@@ -293,8 +294,9 @@ def _of_latents(
     key = ranges.rotary(exactly(latents[:, None, shape.latent :]), cos, sin)
     keys = concatenated([exactly(latents[:, : shape.latent] * shape.norm), key[:, 0]], -1)
     if dtype == torch.int8:
-        groups = Range(*(end.unflatten(-1, (-1, shape.rotated)) for end in (keys.low, keys.high)))
-        keys = Range(*(end.flatten(-2) for end in (quantized(groups).low, quantized(groups).high)))
+        groups = [torch.unflatten(end, -1, (-1, shape.rotated)) for end in (keys.low, keys.high)]
+        grouped = quantized(Range(*groups))
+        keys = Range(grouped.low.flatten(-2), grouped.high.flatten(-2))
     else:
         keys = keys.rounded(dtype)
     places, by_head = torch.arange(length), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,7 @@ from tests.engine.kernels.attention_layers import (
     made_up,
 )
 from tests.engine.kernels.levels import ARM_LEVELS, LEVELS, SHAPE_LEVELS, build_levels, library_of, params
-from tests.engine.kernels.random_model import WITH_TILES, Prompts
+from tests.engine.kernels.random_model import WITH_TILES, Prompts, ints
 from tests.engine.ranges import assert_within, concatenated
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
@@ -141,6 +142,15 @@ def test_neither_company_nor_threads_change_a_bit(
         assert torch.equal(first, torch.cat([rows[:-1] for rows in alone]))
         assert torch.equal(last, torch.cat([rows[-1:] for rows in alone]))
         many.close()
+
+
+@pytest.mark.parametrize("shape", [SHAPES[4], LATENTS[0]], ids=str)
+def test_a_row_may_be_sampled_twice(team: Team, shape: Shape | Latents) -> None:
+    prompts, rows = Prompts(VOCAB, [40]), [20, 3, 4, 20, 39, 3]
+    batch = prompts.batch({0: (0, 40)})
+    whole = Layer(shape, team, torch.float32)(batch)
+    few = Layer(shape, team, torch.float32)(replace(batch, sample_rows=ints(rows)))
+    assert torch.equal(few, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
