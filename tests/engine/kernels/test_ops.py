@@ -29,7 +29,7 @@ from penstock.engine.quant.float8 import Float8
 from penstock.engine.quant.formats import NamedTensors
 from penstock.engine.quant.integers import Integers
 from penstock.engine.quant.quantization import Quantization
-from penstock.engine.spec import Experts, GatedDelta, Mamba2, Router, ShortConv
+from penstock.engine.spec import Experts, GatedDelta, LatentAttention, Mamba2, Router, ShortConv
 from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_config
 from tests.engine.configs import state_config, with_attention
@@ -51,6 +51,18 @@ STATES = state_config(
     GatedDelta(hidden_size=8, num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4),
     Mamba2(hidden_size=8, num_heads=2, head_dim=4, num_groups=1, state_size=4),
     ShortConv(hidden_size=8, channels=8),
+)
+LATENTS = state_config(
+    LatentAttention(
+        hidden_size=8,
+        num_heads=2,
+        query_rank=0,
+        latent_size=16,
+        plain_size=4,
+        rotated_size=8,
+        value_size=4,
+        scale=0.25,
+    )
 )
 
 
@@ -133,7 +145,9 @@ class OnGpu:
         monkeypatch.setattr(selecting, "trials", lambda *_: {name: partial(trial, name) for name in names})
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPARSE, STATES], ids=["dense", "experts", "states"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, SPARSE, STATES, LATENTS], ids=["dense", "experts", "states", "latents"]
+)
 def test_a_gpu_gets_triton_in_the_dtype_asked_for(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,10 +162,12 @@ def test_a_gpu_gets_triton_in_the_dtype_asked_for(
     brought = {
         field.name for field in fields(Kernels) if getattr(kernels, field.name) != getattr(plain, field.name)
     }
-    of_some = {"route", "run_experts", "gated_delta", "mamba2", "short_conv"}
+    of_writes = {"rotate_and_write", "rotate_and_write_latents"}
+    of_some = {"route", "run_experts", "gated_delta", "mamba2", "short_conv", *of_writes}
     unasked = {"name", "is_static", "linear", "expert_linear"} | (of_some - set(tried))
     assert brought - unasked == set(tried), "every kernel that Triton brings is tried"
     assert ("route" in tried, "mamba2" in tried) == (config is SPARSE, config is STATES)
+    assert of_writes & set(tried) == {"rotate_and_write" + "_latents" * (config is LATENTS)}
 
 
 @pytest.mark.parametrize(
@@ -290,7 +306,9 @@ def test_plain_torch_on_a_gpu_keeps_quantized_weights_packed() -> None:
     assert reference_kernels(CPU, torch.float32).packs == (Integers,)
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPARSE, STATES], ids=["dense", "experts", "states"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, SPARSE, STATES, LATENTS], ids=["dense", "experts", "states", "latents"]
+)
 def test_the_trials_run_every_operation_of_a_table(config: ModelConfig) -> None:
     plain = reference_kernels(CPU, torch.float32)
     called: list[str] = []

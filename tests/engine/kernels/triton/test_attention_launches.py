@@ -84,4 +84,4 @@ def test_a_workspace_knows_its_size(device: torch.device) -> None:
     workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9))
     items = 5 + 9  # 9 SMs run 18 programs, of 2 heads each
     rows = items * 2 * 16
-    assert workspace_bytes(workspace) == 4 * (rows * (80 + 2) + 5 * 2 + 2 * (items + 6))
+    assert workspace_bytes(workspace) == 4 * (rows * (80 + 2) + 5 * 2 + 2 * (items + 6 + 5))

@@ -21,7 +21,8 @@ LLAMA = KVShape(num_kv_heads=8, head_dim=128, block_size=16)
 
 def workspace_bytes(workspace: Workspace) -> int:
     """The bytes of device memory that a workspace takes."""
-    tables = [t for s in workspace.segments.values() for t in (s.item_sequences, s.first_items)]
+    plans = workspace.segments.values()
+    tables = [t for s in plans for t in (s.item_sequences, s.first_items, s.first_stored)]
     own = workspace.segment_outputs, workspace.segment_scales, workspace.num_stored
     return sum(t.nbytes for t in (*own, *tables))
 
