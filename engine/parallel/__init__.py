@@ -1,1 +1,1 @@
-"""A model on several ranks, each a process with a part of every layer, or of some layers; see docs/internals/parallel.md."""
+"""A model on several ranks, each a process with a part of its layers; see docs/internals/parallel.md."""
