@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.model.files import open_files
 from penstock.engine.model.parse import read_config
+from penstock.engine.model.quantizing import METHODS, Scheme, left_out, quantize
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import linear_specs, make_recipe
 from penstock.engine.model.weights import load_weights
@@ -28,6 +30,7 @@ from penstock.engine.quant.formats import DENSE
 from tests.engine.families import SPARSE
 from tests.engine.model.test_expert_formats import loaded, unpacking, with_quantization
 from tests.engine.model.test_experts import in_chunks, load
+from tests.engine.model.test_quantizing import texts
 from tests.engine.quant.storages.makers import WAYS
 
 SIZES: dict[str, Any] = {
@@ -127,6 +130,21 @@ def test_experts_in_a_stack_share_a_scale_each(shape: tuple[int, ...], tmp_path:
 def test_keys_and_values_are_not_quantized_at_load(name: str, tmp_path: Path) -> None:
     folder = SPARSE["DeepSeek V3"].make(tmp_path, **SIZES)
     for found, exact in zip(mixers(folder, quantize=name), mixers(folder), strict=True):
+        changed = {field for field, weight in found.items() if not torch.equal(weight, exact[field])}
+        assert changed == {"q_a", "q", "latent", "o"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_keys_and_values_are_not_quantized_by_the_command(method: str, tmp_path: Path) -> None:
+    folder, made = SPARSE["DeepSeek V3"].make(tmp_path / "float", **SIZES), tmp_path / "made"
+    made.mkdir()
+    scheme, config = Scheme(method=method, group_size=32), read_config(folder)
+    quantize(folder, made / "model.safetensors", scheme, texts(), torch.device("cpu"))
+    copyfile(folder / "config.json", made / "config.json")
+    ignored = left_out(config, open_files(folder))
+    assert "model.layers.1.self_attn.kv_b_proj" in ignored
+    with_quantization(made, scheme.config(config.num_layers, ignored))
+    for found, exact in zip(mixers(made), mixers(folder), strict=True):
         changed = {field for field, weight in found.items() if not torch.equal(weight, exact[field])}
         assert changed == {"q_a", "q", "latent", "o"}
 
