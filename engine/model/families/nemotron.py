@@ -80,6 +80,7 @@ def _experts(fields: Fields, sizes: Sizes) -> Experts:
     router = read_router(
         fields,
         has_groups=True,
+        group_best=2,
         name="mixer.gate",
         scoring="sigmoid",
         choice_bias="mixer.gate.e_score_correction_bias",
