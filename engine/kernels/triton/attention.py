@@ -106,7 +106,8 @@ class Workspace:
     def programs_of_item(self, max_query_len: int) -> int:
         """One for each key-value head, or, of latents, for each tile of rows."""
         rows = self.decode_queries(max_query_len) * self.group
-        return self.shape.num_kv_heads * triton.cdiv(rows, self.decode_tiling(max_query_len).block_m)
+        row_tiles: int = triton.cdiv(rows, self.decode_tiling(max_query_len).block_m)
+        return self.shape.num_kv_heads * row_tiles
 
     def decode_queries(self, max_query_len: int) -> int:
         """A sequence with so many queries decodes, in a step where none has more than `max_query_len`."""
@@ -121,7 +122,8 @@ class Workspace:
     def reduced_rows(self, num_sequences: int, max_query_len: int) -> int:
         """The rows of latents that a program reduces: so few that all multiprocessors have some."""
         rows = num_sequences * self.group * self.decode_queries(max_query_len)
-        return min(8, triton.next_power_of_2(triton.cdiv(rows, 4 * self._chip.num_sms)))
+        each: int = triton.next_power_of_2(triton.cdiv(rows, 4 * self._chip.num_sms))
+        return min(8, each)
 
     def prefill_tiling(self, num_tokens: int, *, is_windowed: bool = False) -> Tiling:
         """The tiling of prefill, in a step of `num_tokens`, for layers with or without a window."""

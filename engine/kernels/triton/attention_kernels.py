@@ -86,7 +86,7 @@ def decode_attention_kernel(
         return
     start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - start
-    if ROTATED:
+    if ROTATED:  # noqa: SIM102  # known to the compiler
         if tl.program_id(1) * BLOCK_M >= num_queries * GROUP:
             return
     context = tl.load(context_lens + sequence)
@@ -148,7 +148,7 @@ def decode_attention_kernel(
         tl.store(segment_outputs + segment_rows[:, None] * HEAD_DIM + dims, summed, mask=inside)
         tl.store(segment_scales + segment_rows * 2, top, mask=valid)
         tl.store(segment_scales + segment_rows * 2 + 1, total, mask=valid)
-        if not ROTATED:
+        if not ROTATED:  # noqa: SIM102  # known to the compiler
             if is_last_to_store(num_stored + sequence * NUM_KV_HEADS + kv_head, num_segments):
                 reduce_segments(
                     attended,
@@ -359,7 +359,10 @@ def _fold_tiles(
                     key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
                     value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)
                 else:
-                    key_scale, value_scale = tl.load(key_scales + of_tokens), tl.load(value_scales + of_tokens)
+                    key_scale, value_scale = (
+                        tl.load(key_scales + of_tokens),
+                        tl.load(value_scales + of_tokens),
+                    )
                 key = of_int8(key, query.dtype)
             scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
             if key_scales is not None:
@@ -442,11 +445,7 @@ def _scales_of_head(
 @triton.jit
 def _scales_of_values(key_scales: tl.tensor, values_offset: tl.tensor, ROTATED: tl.constexpr) -> tl.tensor:
     """Where the scales of a head's values lie; None if there are none, or values are parts of keys."""
-    if key_scales is None or ROTATED:
-        scales = None
-    else:
-        scales = key_scales + values_offset // 4
-    return scales
+    return None if key_scales is None or ROTATED else key_scales + values_offset // 4
 
 
 @triton.jit
@@ -477,7 +476,7 @@ def _scaled_latents(
     ROTATED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Latents [TILE, BLOCK_D] of 8 bits, times the scales of their groups of ROTATED, which begin at `scales` [TILE]."""
+    """Latents [TILE, BLOCK_D] of 8 bits, times the scales of groups of ROTATED, which begin at `scales` [TILE]."""
     GROUPS: tl.constexpr = BLOCK_D // ROTATED
     groups = tl.arange(0, GROUPS)[None, :]
     known = exists[:, None] & (groups < HEAD_DIM // ROTATED)

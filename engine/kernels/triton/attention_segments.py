@@ -158,7 +158,9 @@ def reduce_segments(
             exists = wanted[:, None] & (places < end_stored)[None, :]
             tiles = (places.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP)
             stored = tiles[None, :] + rows[:, None]
-            tops = tl.load(segment_scales + stored * 2, mask=exists, other=-float("inf"), cache_modifier=".cg")
+            tops = tl.load(
+                segment_scales + stored * 2, mask=exists, other=-float("inf"), cache_modifier=".cg"
+            )
             totals = tl.load(segment_scales + stored * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
             outputs = tl.load(
                 segment_outputs + stored[:, :, None] * HEAD_DIM + dims[None, None, :],
@@ -175,7 +177,11 @@ def reduce_segments(
         result = summed / tl.where(total > 0, total, 1.0)[:, None]
         heads = (start + rows // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
         mask = wanted[:, None] & in_head[None, :]
-        tl.store(attended + heads[:, None] * HEAD_DIM + dims[None, :], result.to(attended.dtype.element_ty), mask=mask)
+        tl.store(
+            attended + heads[:, None] * HEAD_DIM + dims[None, :],
+            result.to(attended.dtype.element_ty),
+            mask=mask,
+        )
 
 
 @triton.jit

@@ -26,7 +26,7 @@ MIN_TILE = 16
 MAX_DECODE_ROWS = 128
 """The sums of more rows than these no longer fit the registers of a decode program."""
 LATENT_SUMS = 32 * 512
-"""A program has so many sums of latents at most, or half of them where latents pass through registers.
+"""A program has so many sums of latents at most, or half of them where latents pass through registers, or in float32.
 
 Compiled with twice as many, 128 for each of its threads, programs spill on most cards.
 """
@@ -150,7 +150,7 @@ def decode_tiling(head: KVHead, num_queries: int, chip: Chip) -> Tiling:
 
 def _latent_tiling(head: KVHead, rows: int, chip: Chip) -> Tiling:
     """The tiling of at most so many rows that are attended to latents; registers are full with one program, or two."""
-    sums = LATENT_SUMS // 2 if head.is_quantized else LATENT_SUMS
+    sums = LATENT_SUMS // 2 if head.is_quantized or head.itemsize > 2 else LATENT_SUMS
     rows = max(MIN_ROWS, min(rows, sums // head.block_d))
     tile = min(128, max(MIN_TILE, 2 * TILE_BYTES // (head.block_d * head.itemsize)))
     fitted = _fitting_tile(head, rows, tile, chip.tensor_cores, chip.shared_bytes)

@@ -168,9 +168,7 @@ def test_a_quantized_latent_has_several_scales(
 
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 16])
 def test_drafts_are_verified_in_segments(num_queries: int, device: torch.device) -> None:
-    case = LatentInput(
-        lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_heads=20, device=device
-    )
+    case = LatentInput(lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_heads=20, device=device)
     workspace = case.workspace(num_queries, num_sms=64)
     assert_within(case.attend(workspace, num_queries), case.expected())
     assert workspace.segments[0].first_items[1] > 1
@@ -269,9 +267,7 @@ class WrittenInput:
 
     def run(self, kv: Tensor, *, has_scales: bool = False) -> Tensor:
         places = self.places if has_scales else replace(self.places, q_scales=None)
-        return rotate_and_write_latents(
-            self.queries, self.latents, self.norm, EPS, places, kv, self.shape
-        )
+        return rotate_and_write_latents(self.queries, self.latents, self.norm, EPS, places, kv, self.shape)
 
 
 WRITTEN = [
