@@ -78,6 +78,7 @@ def mixers(folder: Path, **options: Any) -> Iterator[dict[str, Tensor]]:
         found = {"q_a": own.q_a, "q": own.q, "latent": own.latent, "o": own.o}
         weights = {name: linear.weight for name, linear in found.items() if isinstance(linear, DenseLinear)}
         assert weights.keys() == found.keys()
+        assert isinstance(own.up, Tensor)
         yield {**weights, "up": own.up}
 
 

@@ -45,7 +45,9 @@ def test_the_copy_is_the_table_after_whatever_was_allocated_shared_and_given_bac
     followers = Follower(), Follower()
     for number, (num_tokens, forks, looks) in enumerate(chunks):
         if forks and sequence.num_committed:
-            memory.fork(sequence, Sequence(make_request(f"fork {number}", list(range(sequence.num_committed + 1)))))
+            memory.fork(
+                sequence, Sequence(make_request(f"fork {number}", list(range(sequence.num_committed + 1))))
+            )
         assert memory.grow(sequence, sequence.num_computed + num_tokens) is not None
         sequence.num_computed += num_tokens
         memory.commit(sequence, sequence.num_computed)
