@@ -76,12 +76,12 @@ def test_a_step_of_one_token_reads_the_experts_that_it_chose(share: float) -> No
 @settings(max_examples=examples(100))
 def test_the_prefill_that_fits_takes_just_so_long(seconds: float, num_decode: int, num_context: int) -> None:
     """Invariant 19: the budget is the model turned around."""
-    model, num_before = machine(), num_context // 50
-    fitting = model.prefill_within(seconds, num_decode, num_context, num_before)
+    model = machine()
+    fitting = model.prefill_within(seconds, num_decode, num_context)
     if fitting <= 0:
         assert model.seconds(0, num_decode, num_context) >= seconds
         return
-    attended = fitting * (num_before + fitting / 2)
+    attended = fitting**2 / 2
     assert model.seconds(fitting, num_decode, num_context, attended) == pytest.approx(seconds, abs=1e-5)
     assert model.seconds(fitting, num_decode, num_context, attended) <= seconds + 1e-9
 
