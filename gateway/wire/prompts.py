@@ -93,14 +93,14 @@ class Prompts:
         continues: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
-        owner: str = "",
+        owner: str | None = None,
     ) -> list[int]:
         """Returns the tokens of a conversation; with `continues`, those up to the end of its last message's text.
 
         Args:
             tools: those that the model is told of.
             variables: what else the template may read.
-            owner: the tenant, whose earlier turns need not be tokenised again.
+            owner: the tenant, whose earlier turns need not be tokenised again; None to remember nothing.
 
         Raises:
             ApiError: 400, if there is no template or it does not take these messages or tools.
@@ -273,7 +273,7 @@ class Prompts:
             return [self._guard(item, marks) for item in value]
         return value
 
-    def _encode_rendered(self, text: str, owner: str = "") -> list[int]:
+    def _encode_rendered(self, text: str, owner: str | None = None) -> list[int]:
         if _GUARD not in text:
             return self._rendered.encode(text, owner)
         token_ids: list[int] = []

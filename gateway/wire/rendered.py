@@ -47,13 +47,13 @@ class RenderedTexts:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def encode(self, text: str, owner: str) -> list[int]:
+    def encode(self, text: str, owner: str | None) -> list[int]:
         """Returns the tokens of a text, in which special tokens are written out.
 
         Args:
-            owner: beginnings are shared by the texts of one owner.
+            owner: beginnings are shared by the texts of one owner; None to remember nothing.
         """
-        if len(text) < self._least_chars or not self._cutting:
+        if owner is None or len(text) < self._least_chars or not self._cutting:
             return self._encode(text)
         before = self._longest(text, owner)
         token_ids = None if before is None else self._continued(before, text)

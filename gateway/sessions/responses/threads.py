@@ -73,7 +73,7 @@ def extend(
     instructions: str | None = None,
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
-    owner: str = "",
+    owner: str | None = None,
 ) -> list[int]:
     """Makes the prompt for a thread and what is new, with as many of the thread's own tokens as possible.
 
@@ -81,7 +81,7 @@ def extend(
         instructions: a system message to go before all others, in this turn only.
         tools: those that the model is told of.
         variables: what else the chat template may read.
-        owner: the tenant whose thread it is.
+        owner: the tenant whose thread it is; None to remember nothing of its text.
 
     Raises:
         ApiError: 400, if there is no chat template or it does not take these messages.

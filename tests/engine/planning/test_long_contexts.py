@@ -6,6 +6,7 @@ with a context.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -65,12 +66,15 @@ def num_instructions(do: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # others may have asked to be called when garbage is collected
     sys.settrace(trace)
     try:
         do()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 

@@ -109,8 +109,8 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     assert tokenizer.num_chars > 1_000
 
 
-@pytest.mark.parametrize("owner", ["", "tenant"])
-def test_a_chat_of_many_turns_has_the_tokens_of_one_that_nobody_remembers(owner: str) -> None:
+@pytest.mark.parametrize("owner", [None, "tenant"])
+def test_a_chat_of_many_turns_has_the_tokens_of_one_that_nobody_remembers(owner: str | None) -> None:
     prompts = Prompts(TOKENIZER)
     prompts._rendered = RenderedTexts(TOKENIZER, least_chars=100)
     messages: list[dict[str, str]] = []
@@ -118,4 +118,5 @@ def test_a_chat_of_many_turns_has_the_tokens_of_one_that_nobody_remembers(owner:
         messages.append({"role": "user", "content": f"Tell me story {number}. " * 20})
         found = prompts.chat(messages, owner=owner)
         assert found == Prompts(TOKENIZER).chat(messages)
+        assert bool(prompts._rendered._known) == (owner is not None)
         messages.append({"role": "assistant", "content": f" Once upon a time, {number}. " * 30})
