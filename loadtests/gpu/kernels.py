@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
-from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
+from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, latent_config, parse_arguments, serving
 from loadtests.gpu.timing import Ceilings, seconds
 from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.fields import Fields
@@ -42,7 +42,8 @@ class Bench:
     sizes: KernelSizes
     device: torch.device
     kv: str = ""
-    """The end of the names of figures whose KV cache is quantized: ", KV int8"."""
+    """The end of the names of figures whose KV cache is quantized: ", KV int8", or has latents: ", latents"."""
+    mode: str = "dry"
 
     @property
     def shape(self) -> KVShape:
@@ -84,9 +85,10 @@ def main() -> int:
     config = parse_config(Fields("config.json", shape.config))
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
     sizes, device = KERNELS[arguments.mode], arguments.device
-    bench = Bench(config, _table(config, device, dtype), sizes, device)
+    bench = Bench(config, _table(config, device, dtype), sizes, device, mode=arguments.mode)
     emit_fact("kernels", bench.kernels.name)
-    measures = {m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8)}
+    all_of_them = (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8, latents)
+    measures = {m.__name__: m for m in all_of_them}
     names = list(arguments.names or measures)
     while names:
         name = names.pop(0)
@@ -165,14 +167,15 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
 
 def prefill(bench: Bench) -> None:
     """Attention of a chunk; only arithmetic that is needed counts."""
-    config = bench.config
+    heads, shape = bench.config.num_heads, bench.shape
+    numbers = shape.head_dim + (shape.latent_size or shape.head_dim)
     for num_tokens, context in bench.sizes.prefill:
         of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
         batch, kv = _scattered(bench, 1, 1, context, num_tokens=num_tokens)
         attend = bench.kernels.attention(batch, bench.shape)
-        queries = bench.random(num_tokens, config.num_heads, config.head_dim)
+        queries = bench.random(num_tokens, heads, shape.head_dim)
         time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0, None, 0.0, None))
-        flop = 2.0 * config.q_size * num_tokens * (2 * context - num_tokens + 1)
+        flop = 1.0 * heads * numbers * num_tokens * (2 * context - num_tokens + 1)
         name = f"attention prefill{bench.kv}, {num_tokens:,} {of}"
         emit(name, flop / time_s / 1e12, "TFLOP/s", f"{time_s * 1000:.2f} ms a layer")
 
@@ -238,6 +241,15 @@ def kv_int8(bench: Bench) -> None:
     slope(quantized)
     prefill(quantized)
     _rotate(quantized, bench.sizes.norm_rows)
+
+
+def latents(bench: Bench) -> None:
+    """Attention to latents, at the shapes of DeepSeek V3; bytes are those of its latents."""
+    config = parse_config(Fields("config.json", latent_config(bench.mode)))
+    table = _table(config, bench.device, bench.kernels.activation_dtype)
+    of_latents = replace(bench, config=config, kernels=table, kv=", latents")
+    decode(of_latents)
+    prefill(of_latents)
 
 
 def _emit_rate(name: str, rows: int, num_bytes: int, time_s: float) -> None:

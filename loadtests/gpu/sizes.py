@@ -117,6 +117,38 @@ QWEN3_06B = ModelShape(
 )
 
 
+def latent_config(mode: str) -> dict[str, object]:
+    """A config.json of DeepSeek V3's attention, without its experts."""
+    is_dry = mode == "dry"
+    hidden, num_layers, num_heads, latent, rotated = (
+        (64, 2, 4, 48, 16) if is_dry else (7168, 61, 128, 512, 64)
+    )
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": num_layers,
+        "first_k_dense_replace": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": 3 * latent,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": 2 * rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": 2 * rotated,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    }
+
+
 def _small(shape: ModelShape, head_dim: int) -> ModelShape:
     """Shrinks a model to what a CPU wants, in its own architecture."""
     return replace(

@@ -71,6 +71,8 @@ def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) 
         "qwen3.5-8b: TPOT, batch 3, 4 drafts of its own layer, 80% right",
         "attention decode, KV int8, batch 1, context 32",
         "rotate_and_write, KV int8, 16 rows",
+        "attention decode, latents, batch 1, context 32",
+        "attention prefill, latents, 32 tokens",
     )
     for name in names:
         assert f"| {name} |" in done.stdout, done.stdout + done.stderr
