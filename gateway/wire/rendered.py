@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
+from sys import getsizeof
 
 from penstock.gateway.wire.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ class _Beginning:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.text) + self.token_ids.itemsize * len(self.token_ids)
+        return getsizeof(self.text) + self.token_ids.itemsize * len(self.token_ids)
 
 
 class RenderedTexts:
