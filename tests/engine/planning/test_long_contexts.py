@@ -24,6 +24,7 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Sampled, StepPlan, StepResult
+from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeSink
 from tests.priority.simulated_engine import permissive
@@ -153,7 +154,7 @@ def waiting(num_tokens: int) -> Planning:
     planning.step()
     planning.watch()
     assert len(planning.scheduler.sequences.running) == 1
-    assert planning.queue.depths()[1] == 1
+    assert planning.queue.depths()[Lane.STANDARD] == 1
     return planning
 
 
