@@ -353,9 +353,8 @@ def test_workloads() -> None:
         numbers += [workload.prompt_tokens, workload.output_tokens]
         if beside := workload.interactive:
             numbers += [beside.prompt_tokens, beside.output_tokens]
-        assert [int(number) for number in re.findall(r"\d+", rows[name])] == [
-            number for number in numbers if number
-        ]
+        written = re.findall(r"\d+(?:,\d{3})*", rows[name])
+        assert [int(number.replace(",", "")) for number in written] == [number for number in numbers if number]
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)
