@@ -354,7 +354,9 @@ def test_workloads() -> None:
         if beside := workload.interactive:
             numbers += [beside.prompt_tokens, beside.output_tokens]
         written = re.findall(r"\d+(?:,\d{3})*", rows[name])
-        assert [int(number.replace(",", "")) for number in written] == [number for number in numbers if number]
+        assert [int(number.replace(",", "")) for number in written] == [
+            number for number in numbers if number
+        ]
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)

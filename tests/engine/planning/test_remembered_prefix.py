@@ -164,8 +164,8 @@ def test_what_is_kept_up_to_date_is_what_a_new_look_would_find(data: st.DataObje
     running: list[Sequence] = []
     watching = [Sequence(make_request(f"waits {i}", prompt)) for i, prompt in enumerate(prompts)]
     for number in range(data.draw(st.integers(1, 12), "operations")):
-        ends: bool = bool(running) and data.draw(st.booleans(), "ends")
-        if ends:
+        ends = data.draw(st.booleans(), "ends")
+        if ends and running:
             tables.release(running.pop(data.draw(st.integers(0, len(running) - 1), "which")))
         else:
             length = data.draw(st.integers(1, 30), "length")
