@@ -24,7 +24,6 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import Sampled, StepPlan, StepResult
-from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeSink
 from tests.priority.simulated_engine import permissive
