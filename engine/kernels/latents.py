@@ -104,11 +104,17 @@ def absorb(queries: Tensor, up: Tensor, plain_size: int) -> Tensor:
         up: [num_heads, plain + value, latent]
     """
     plain, turned = queries[..., :plain_size], queries[..., plain_size:]
-    mapped = torch.bmm(plain.transpose(0, 1), up[:, :plain_size])
-    return torch.cat((mapped.transpose(0, 1), turned), dim=-1)
+    latent_size = up.shape[2]
+    made = queries.new_empty(*queries.shape[:2], latent_size + turned.shape[-1])
+    torch.bmm(plain.transpose(0, 1), up[:, :plain_size], out=made[..., :latent_size].transpose(0, 1))
+    made[..., latent_size:] = turned
+    return made
 
 
 def values_of(attended: Tensor, up: Tensor, plain_size: int) -> Tensor:
     """Maps attended latents to values: [T, num_heads * latent] -> [T, num_heads * value]."""
     heads = torch.unflatten(attended, -1, (up.shape[0], -1)).transpose(0, 1)
-    return torch.bmm(heads, up[:, plain_size:].mT).transpose(0, 1).flatten(1)
+    values = up[:, plain_size:]
+    made = attended.new_empty(attended.shape[0], *values.shape[:2])
+    torch.bmm(heads, values.mT, out=made.transpose(0, 1))
+    return made.flatten(1)
