@@ -233,9 +233,10 @@ def test_the_workspace_has_room_for_as_many_segments_as_there_may_be(device: tor
     case = LatentInput(lengths=[(150, 1)] * 5 + [(0, 1)] * 4, device=device)
     workspace = case.workspace(num_sms=4)
     assert_within(case.attend(workspace), case.expected())
-    counts = workspace.segments[0].first_items.diff()
-    assert int(counts.max()) > 1
-    assert int(counts[counts > 1].sum()) * 4 <= len(workspace.segment_outputs) < 4 * workspace.num_items(9)
+    counts, first = workspace.segments[0].first_items.diff(), workspace.segments[0].first_stored
+    stored = [place for s in range(9) if counts[s] > 1 for place in range(first[s], first[s] + counts[s])]
+    assert stored == list(range(len(stored)))
+    assert 4 < 4 * len(stored) <= len(workspace.segment_outputs) < 4 * workspace.num_items(9)
 
 
 class WrittenInput:
