@@ -267,6 +267,7 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
         settings.tensor_parallel,
         settings.pipeline_parallel,
         settings.expert_parallel,
+        settings.data_parallel_attention,
         version("penstock"),
         *(() if watermark is None else (watermark.gamma, watermark.delta)),
     )
@@ -348,6 +349,7 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         num_ranks=settings.tensor_parallel,
         num_stages=settings.pipeline_parallel,
         expert_parallel=settings.expert_parallel,
+        data_parallel_attention=settings.data_parallel_attention,
     )
 
 
@@ -415,9 +417,9 @@ def _make_runner(
 
     if options.num_processes == 1:
         return ModelRunner(load, progress=graphs)
-    from penstock.engine.parallel.leader import ParallelRunner, start_ranks
+    from penstock.engine.parallel.leader import make_runner, start_ranks
 
-    return ParallelRunner(
+    return make_runner(
         folder,
         options,
         start=lambda: start_ranks(options, log.info),

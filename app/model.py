@@ -14,7 +14,7 @@ from penstock.app.settings import EngineSettings
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from penstock.engine.model.split import check_split
+from penstock.engine.model.split import check_shared_experts, check_split
 from penstock.engine.model.stages import check_stages
 from penstock.engine.planning.embedding import Embedding, read_embedding
 from penstock.engine.text.tokenizer import Tokenizer
@@ -46,12 +46,21 @@ def read_model(settings: EngineSettings) -> Model:
         config = read_config(folder)
         with said_if_slow("reading the tokenizer of %s", folder):
             tokenizer = read_tokenizer(folder)
-        check_split(folder, config, settings.tensor_parallel, settings.expert_parallel)
+        _check_ranks(folder, config, settings)
         check_stages(folder, config, settings.pipeline_parallel, settings.tensor_parallel)
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     return Model(folder, config, tokenizer, make_prompts(folder, tokenizer), defaults, embedding)
+
+
+def _check_ranks(folder: Path, config: ModelConfig, settings: EngineSettings) -> None:
+    """Raises CheckpointError if --tensor-parallel cannot share the model out as it is asked to."""
+    num_ranks, experts = settings.tensor_parallel, settings.expert_parallel
+    if settings.data_parallel_attention:
+        check_shared_experts(folder, config, num_ranks, settings.pipeline_parallel, experts)
+    else:
+        check_split(folder, config, num_ranks, experts)
 
 
 def make_prompts(folder: Path, tokenizer: Tokenizer) -> Prompts:

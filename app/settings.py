@@ -215,6 +215,10 @@ class EngineSettings(CommonSettings):
     """How the processes of --tensor-parallel divide a model's experts: on gives each some whole experts, off some rows
     of every expert; auto chooses by the experts' size."""
 
+    data_parallel_attention: bool = False
+    """With --tensor-parallel and a model with experts: each process has some whole experts and all other weights, and
+    serves sequences of its own, whose keys and values it alone has."""
+
     threads: int | None = Field(default=None, ge=1)
     """Threads of the model on a CPU, at most four per core; by default, one per core."""
 

@@ -164,6 +164,8 @@ class LoadOptions:
     expert_parallel: str = "auto"
     """The way ranks share experts: "on", each has some of them; "off", each has some rows of every expert; "auto", the
     better one for their size, see `split.splits_whole`."""
+    data_parallel_attention: bool = False
+    """Whether ranks share out whole experts and nothing else, and each has sequences of its own."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:

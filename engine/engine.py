@@ -171,10 +171,10 @@ class Engine:
         return EngineStats(
             num_running=len(scheduler.sequences.running),
             num_waiting=len(scheduler.sequences.waiting),
-            num_blocks=scheduler.memory.pool.num_blocks - 1,
+            num_blocks=scheduler.memory.num_blocks,
             block_size=scheduler.memory.block_size,
-            num_free_blocks=scheduler.memory.pool.num_free,
-            num_cached_blocks=len(scheduler.memory.index),
+            num_free_blocks=scheduler.memory.num_free_blocks,
+            num_cached_blocks=scheduler.memory.num_cached_blocks,
             num_kv_tokens=scheduler.memory.num_kv_tokens,
             num_free_tokens=scheduler.memory.num_free_tokens,
             num_steps=self._num_steps,
@@ -196,7 +196,7 @@ class Engine:
         if scheduler is None:
             return None
         memory = scheduler.memory
-        return block_map(memory.pool.ref_counts, memory.findable)
+        return block_map(memory.ref_counts, memory.findable)
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> tuple[int, int]:
         """Guesses from outside the step thread how many tokens of a prompt are cached, and how many of them in use.
@@ -412,8 +412,8 @@ class Engine:
                 failed_proposers=failed,
                 num_running=len(scheduler.sequences.running),
                 num_waiting=len(scheduler.sequences.waiting),
-                num_blocks=scheduler.memory.pool.num_blocks - 1,
-                num_free_blocks=scheduler.memory.pool.num_free,
+                num_blocks=scheduler.memory.num_blocks,
+                num_free_blocks=scheduler.memory.num_free_blocks,
                 num_preemptions=counters.num_preemptions - before.num_preemptions,
                 num_prefix_query_tokens=counters.num_prefix_query_tokens - before.num_prefix_query_tokens,
                 num_prefix_hit_tokens=counters.num_prefix_hit_tokens - before.num_prefix_hit_tokens,

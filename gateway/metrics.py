@@ -116,7 +116,8 @@ class Metrics:
         self.snapshots = gauge("state_snapshots", "Snapshots of states that prompts can reuse.")
         self.expert_imbalance = gauges(
             "expert_imbalance_ratio",
-            "Tokens of a layer's most chosen expert, or of the busiest rank, divided by the mean; CPU only.",
+            "Tokens of a layer's most chosen expert, of the rank whose experts are chosen most, or of the rank whose "
+            "sequences have most, divided by the mean; CPU only.",
             ["among"],
         )
         self.experts_touched = counter(
@@ -223,6 +224,7 @@ class Metrics:
         if (load := experts.load) is not None:
             self.expert_imbalance("experts").set(load.experts)
             self.expert_imbalance("ranks").set(load.ranks)
+            self.expert_imbalance("sequences").set(load.rows)
 
     def _note_pace(self, report: StepReport) -> None:
         ended_s = report.started_s + report.duration_s

@@ -42,6 +42,7 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
         num_pending=options.num_pending if num_states else 0,
         has_experts=model.config.spec.chosen_share > 0,
         num_stages=num_stages,
+        num_ranks=1 if model.kernels.expert_ranks is None else model.kernels.expert_ranks.size,
     )
 
 

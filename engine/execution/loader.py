@@ -175,7 +175,7 @@ def _open(folder: Path, options: LoadOptions, world: World | None) -> _Opened:
     if world is not None:
         device = own_device(device, world)
         options = own_options(options, device, world)
-        config, files = own_part(config, files, options.expert_parallel, world)
+        config, files = own_part(config, files, options, world)
     return _Opened(Checkpoint(config, files, recipe), device, options, max_model_len)
 
 
@@ -189,7 +189,7 @@ def _kernels(
     """Returns the kernels that run a model, and the counts of its experts."""
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if world is not None:
-        kernels = own_kernels(kernels, world)
+        kernels = own_kernels(kernels, world, shares_experts=options.data_parallel_attention)
     kernels, expert_counts = counted(kernels, config)
     kv_dtype = choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device)
     return replace(kernels, kv_dtype=kv_dtype), expert_counts

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.engine.execution.buffers import StepBuffers
 from penstock.engine.execution.drafter import Drafter, MadeDrafts
+from penstock.engine.execution.expert_counts import ExpertCounts
 from penstock.engine.execution.facts import facts_of
 from penstock.engine.execution.faults import told
 from penstock.engine.execution.graphs import (
@@ -48,6 +49,7 @@ from penstock.engine.planning.device import RunnerFacts, StepInFlight
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.step import OPEN, Chunk, ExpertUse, StepPlan, StepResult
+from penstock.engine.program.interpreter import Interpreter
 from penstock.engine.sampling.reference import logprobs_of
 from penstock.engine.sampling.tables import GRAPH_FILTERS, Filters
 from penstock.engine.sizes import size_text
@@ -178,7 +180,9 @@ class Steps:
             )
 
     def begin(self, plan: StepPlan) -> StepInFlight:
-        """Launches a step of a whole model, or of a stage."""
+        """Launches a step of a whole model, or of a stage; one of other ranks' sequences alone if it has no chunks."""
+        if not plan.chunks:
+            return self.run_for_others(plan)
         return self.launch(plan) if self.model.config.spec.has_head else self.hand_on(plan)
 
     @torch.inference_mode()
@@ -218,6 +222,14 @@ class Steps:
             # A copy, for the next step writes where graphs leave them.
             model.world.send(rows[: plan.num_tokens].to(model.kernels.activation_dtype, copy=True))
             return HandedOnStep(self.seats, plan, placed)
+
+    @torch.inference_mode()
+    def run_for_others(self, plan: StepPlan) -> StepForOthers:
+        """Launches a step in which other ranks have sequences and this one has none."""
+        assert isinstance(self.model.decoder, Interpreter)
+        with self.faults(plan):
+            self.model.decoder.run_for_others(plan.rows)
+        return StepForOthers(self.model.expert_counts)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -288,7 +300,7 @@ class Steps:
         """Launches the pass kernel by kernel."""
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
-        inputs.batch.hidden = hidden
+        inputs.batch.hidden, inputs.batch.rows_by_rank = hidden, plan.rows
         if model.states is not None:
             tell_slots(inputs.batch, plan.chunks)
         if sampled is not None:
@@ -563,6 +575,19 @@ class HandedOnStep:
     def wait(self) -> StepResult:
         """Brings nothing: the last stage has the results."""
         return StepResult([])
+
+
+class StepForOthers:
+    """A step in which this rank has run its experts for the sequences of others; see `planning.device.StepInFlight`."""
+
+    def __init__(self, counts: ExpertCounts | None) -> None:
+        self._experts = None if counts is None else counts.take()
+
+    def choose(self) -> None:
+        """Its tokens are chosen elsewhere."""
+
+    def wait(self) -> StepResult:
+        return StepResult([], experts=self._experts)
 
 
 def _cuda_device(model: LoadedModel) -> Device | None:

@@ -14,7 +14,7 @@ from penstock.engine.kernels.linear import Linear
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.ranks import Ranks, World
 from penstock.engine.model.safetensors import TensorFiles
-from penstock.engine.model.split import split_config
+from penstock.engine.model.split import share_experts, split_config
 from penstock.engine.model.split_files import SplitFiles
 from penstock.engine.model.stages import StageFiles, cut_config
 from penstock.engine.quant.formats import Format, NamedTensors
@@ -54,15 +54,17 @@ def own_budget(limits: Budget, world: World | None) -> Budget:
 
 
 def own_part(
-    config: ModelConfig, files: TensorFiles, expert_parallel: str, world: World
+    config: ModelConfig, files: TensorFiles, options: LoadOptions, world: World
 ) -> tuple[ModelConfig, TensorFiles]:
     """The part of a model that one process has, of each layer and of the layers, and its tensors.
 
     Raises:
         CheckpointError: the model cannot be divided so.
     """
+    if world.ranks is not None and options.data_parallel_attention:
+        return share_experts(config, world.ranks.size, world.ranks.rank), files
     if world.ranks is not None:
-        part = split_config(config, world.ranks.size, world.ranks.rank, expert_parallel)
+        part = split_config(config, world.ranks.size, world.ranks.rank, options.expert_parallel)
         config, files = part, SplitFiles(files, config, part, world.ranks)
     if world.num_stages > 1:
         config = cut_config(config, world.num_stages, world.stage)
@@ -70,8 +72,8 @@ def own_part(
     return config, files
 
 
-def own_kernels(kernels: Kernels, world: World) -> Kernels:
-    """The kernels of one process.
+def own_kernels(kernels: Kernels, world: World, *, shares_experts: bool = False) -> Kernels:
+    """The kernels of one process; with `shares_experts`, of one that has all but some experts.
 
     Sums and hidden states go from process to process between a layer's linear maps and between layers, so that no
     native kernel has a whole pass, nor an activation in a map.
@@ -81,6 +83,9 @@ def own_kernels(kernels: Kernels, world: World) -> Kernels:
         return kernels.linear(tensors, format, bias)
 
     single = replace(kernels, linear=linear, keeps_narrow=False, team=None)
+    if world.ranks is not None and shares_experts:
+        # A step has other numbers of rows on other ranks: no graph can hold it.
+        return replace(single, is_static=False, expert_ranks=world.ranks)
     return single if world.ranks is None else _ranked(single, world.ranks)
 
 

@@ -45,6 +45,10 @@ class Batch:
     min_query_len: int = field(default=0, kw_only=True)
     """Every sequence of the step has at least so many tokens, and every row is a sequence's; 0 if that is not known."""
 
+    rows_by_rank: tuple[int, ...] = field(default=(), kw_only=True)
+    """The tokens that each rank brings to the experts, where each has sequences of its own; if nothing is said, all
+    bring as many."""
+
     def tables(self, num: int) -> Tensor:
         """[num, S, max blocks / num]: the `num` tables of each sequence that lie in `block_tables`, entry by entry."""
         if num == 1:

@@ -117,7 +117,10 @@ class Kernels:
     is_static: bool = False
     """No operation looks at a batch on the host, so that a graph can hold a whole step."""
     ranks: Ranks | None = None
-    """The ranks that this process runs the model with; None if it runs it alone."""
+    """The ranks that have parts of the linear maps and of the vocabulary; None if this process has all of them."""
+    expert_ranks: Ranks | None = None
+    """The ranks that share out the experts, and each run sequences of their own through all other layers; None if they
+    are shared as the rest of the model is. Then `ranks` is None."""
     team: native.Team | None = None
     """If there is one, it runs whole passes of a decoder in place of the operations from `rms_norm` to `attention`."""
 

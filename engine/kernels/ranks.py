@@ -4,10 +4,14 @@ A decoder is split as Megatron-LM splits it (Shoeybi et al., "Megatron-LM: Train
 Models Using Model Parallelism", 2019): each rank has some outputs of the maps into attention and into the feed-forward
 part, and some inputs of the maps out, so that a layer needs two sums over the ranks. Embedding and output head are
 split by their vocabulary. Where the layers are cut into stages, each stage has such ranks (`World`).
+
+Ranks that only share out experts have all else whole, and each has sequences of its own. Where experts come, their rows
+are gathered, and summed over the ranks afterwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from typing import Protocol
 
 import torch
@@ -76,6 +80,13 @@ class World(Protocol):
 
     def send(self, hidden: Tensor) -> None:
         """Sends a tensor, which nobody writes any more, to the next stage; it does not wait until that has it."""
+
+
+def gather_rows(x: Tensor, counts: ListLike[int], ranks: Ranks) -> Tensor:
+    """Returns the rows of all ranks, rank 0's first, [sum of counts, n], of those that each has, [counts[rank], n]."""
+    most, width = max(counts), x.shape[1]
+    columns = torch.unflatten(ranks.gather(F.pad(x, (0, 0, 0, most - len(x)))), 1, (ranks.size, width))
+    return torch.cat([columns[:count, rank] for rank, count in enumerate(counts)])
 
 
 def embed(token_ids: Tensor, rows: Tensor, ranks: Ranks | None) -> Tensor:

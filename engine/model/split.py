@@ -23,6 +23,8 @@ from penstock.engine.spec import (
 
 _Part = TypeVar("_Part", Mlp, Experts)
 
+DATA_PARALLEL = "--data-parallel-attention"
+
 TILE = 128
 """The rows of a weight that a product takes at a time: of fewer, it takes as long."""
 
@@ -136,6 +138,52 @@ def splits_whole(experts: Experts, num_ranks: int, expert_parallel: str) -> bool
         return expert_parallel == "on"
     rows, rest = divmod(experts.inner_size, num_ranks)
     return (rest > 0 or rows < TILE) and count % num_ranks == 0
+
+
+def share_experts(config: ModelConfig, num_ranks: int, rank: int = 0) -> ModelConfig:
+    """Returns the config of a rank that has whole experts of its own, and all else as every rank has it.
+
+    Raises:
+        CheckpointError: the model has no experts, or layers with a state, or the experts do not divide.
+    """
+    parts = [layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, Experts)]
+    if not parts:
+        raise CheckpointError(f"{DATA_PARALLEL}: the model has no experts")
+    if config.spec.states:
+        raise CheckpointError(f"{DATA_PARALLEL}: the model has layers with a state, which it does not serve")
+    for part in parts:
+        if part.router.num_experts % num_ranks:
+            raise CheckpointError(
+                f"{DATA_PARALLEL}: the model has {part.router.num_experts} experts, which do not split among "
+                f"{num_ranks} ranks"
+            )
+    layers = tuple(_with_own_experts(layer, num_ranks, rank) for layer in config.layers)
+    return replace(config, spec=replace(config.spec, layers=layers))
+
+
+def _with_own_experts(layer: Layer, num_ranks: int, rank: int) -> Layer:
+    if not isinstance(layer.feed_forward, Experts):
+        return layer
+    count = layer.feed_forward.router.num_experts // num_ranks
+    return layer.with_feed_forward(first=rank * count, num_own=count)
+
+
+def check_shared_experts(
+    path: Path, config: ModelConfig, num_ranks: int, num_stages: int = 1, expert_parallel: str = "auto"
+) -> None:
+    """Checks that ranks with sequences of their own can share out the experts of a checkpoint.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
+    if num_ranks == 1:
+        raise CheckpointError(f"{DATA_PARALLEL}: one process has all sequences; see --tensor-parallel")
+    if num_stages > 1:
+        raise CheckpointError(f"{DATA_PARALLEL}: the model cannot be cut by --pipeline-parallel as well")
+    if expert_parallel == "off":
+        raise CheckpointError(f"{DATA_PARALLEL}: it gives each rank whole experts; see --expert-parallel")
+    check_files(path, config, DATA_PARALLEL)
+    share_experts(config, num_ranks)
 
 
 def check_split(path: Path, config: ModelConfig, num_ranks: int, expert_parallel: str = "auto") -> None:

@@ -103,7 +103,7 @@ def load_weights(
         layers,
         final_norm,
         lm_head,
-        is_tied=kernels.ranks is None and tied_head is not None and has_same_rows,
+        is_tied=kernels.team is not None and tied_head is not None and has_same_rows,
         layer_embeddings=_layer_embeddings(config, reader, recipe),
     )
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,8 +32,8 @@ def main(descriptor: int, rank: int, num_ranks: int, num_stages: int, meeting: s
     with _ending(rank):
         rank_0.send(None)  # all that could go wrong alone went well: the others may wait for this rank
         processes = Processes(rank, grid, Path(meeting))
-        brings = rank == grid.chooser
-        follower = _Follower(processes, rank_0.send, _Results(rank, rank_0.send) if brings else None)
+        results = partial(_Results, rank, rank_0.send)
+        follower = _Follower(processes, rank_0.send, results, is_chooser=rank == grid.chooser)
         while True:
             message = rank_0.recv()
             assert isinstance(message, Load | Launch | ChooseTokens | Forget)
@@ -75,15 +76,22 @@ class _Follower:
 
     Args:
         answer: takes the answer to a message that has one.
-        results: takes the steps whose results this rank has; None if another has them.
+        results: makes what takes the steps whose results this rank has.
+        is_chooser: whether it has those of all steps.
     """
 
     def __init__(
-        self, processes: Processes, answer: Callable[[Exception | None], None], results: _Results | None
+        self,
+        processes: Processes,
+        answer: Callable[[Exception | None], None],
+        results: Callable[[], _Results],
+        *,
+        is_chooser: bool,
     ) -> None:
         self._processes = processes
         self._answer = answer
-        self._results = results
+        self._make_results, self._is_chooser = results, is_chooser
+        self._results: _Results | None = None
         self._runner: ModelRunner
         self._listener: Listener
         self._plan: StepPlan
@@ -108,6 +116,9 @@ class _Follower:
 
     def _load(self, message: Load) -> None:
         self._listener = Listener()
+        self._results = None
+        if self._is_chooser or message.options.data_parallel_attention:
+            self._results = self._make_results()
         self._runner = ModelRunner(
             lambda: load_model(
                 message.folder, message.options, lambda _: None, lambda *_: None, world=self._processes

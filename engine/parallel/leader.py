@@ -22,6 +22,7 @@ from penstock.engine.kernels.ranks import World
 from penstock.engine.model.dtype import choose_device
 from penstock.engine.parallel.group import Grid, Processes
 from penstock.engine.parallel.messages import ChooseTokens, Load, Message, Narrator
+from penstock.engine.parallel.shared_plan import RowSpread, SharedPlan
 from penstock.engine.planning.device import DeviceError, Runner, RunnerFacts, StepInFlight
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import StepPlan, StepResult
@@ -110,6 +111,15 @@ class Followers:
             self._receive(rank)
         self._processes = Processes(0, self.grid, Path(self._meeting))
 
+    def tell_each(self, messages: Iterable[Message]) -> None:
+        """Sends one message to each rank, from rank 1 on.
+
+        Raises:
+            OSError: a rank is gone.
+        """
+        for socket, message in zip(self._sockets.values(), messages, strict=True):
+            socket.send_bytes(ForkingPickler.dumps(message))
+
     def tell(self, message: Message) -> None:
         """
         Raises:
@@ -131,15 +141,14 @@ class Followers:
             if isinstance(answer, Exception):
                 raise type(answer)(f"rank {rank}: {answer}")
 
-    def result(self) -> StepResult:
-        """Waits for the result of a step, which the last stage sends.
+    def result(self, rank: int) -> StepResult:
+        """Waits for the result of a step that a rank sends.
 
         Raises:
             DeviceError: a rank is gone.
         """
-        rank = self.grid.chooser
         while not self._sockets[rank].poll(_NEWS_S):
-            self.check()  # another than the last stage, which waits for it
+            self.check()  # another than this one, which waits for it
         result = self._receive(rank)
         assert isinstance(result, StepResult)
         return result
@@ -304,4 +313,67 @@ class _Step:
     def wait(self) -> StepResult:
         with self._followers.needed():
             result = self._own.wait()
-            return result if self._followers.grid.chooser == 0 else self._followers.result()
+            chooser = self._followers.grid.chooser
+            return self._followers.result(chooser) if chooser else result
+
+
+class DataParallelRunner(ParallelRunner):
+    """Executes plans on ranks each of which has sequences of its own, and some experts for the sequences of all."""
+
+    def load(self) -> RunnerFacts:
+        facts = super().load()
+        self._num_blocks = facts.num_blocks
+        self._narrators = [Narrator(rank * facts.num_blocks) for rank in range(1, facts.num_ranks)]
+        self._spread = RowSpread()
+        return facts
+
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        shared = SharedPlan(plan, 1 + len(self._narrators), self._num_blocks)
+        self._spread.add(shared.rows)
+        first, *others = shared.plans
+        with self.followers.needed():
+            self.followers.tell_each(map(Narrator.launch, self._narrators, others))
+            own = self._own.launch(first)
+            plan.copies = []
+            return _SharedStep(self.followers, shared, own, self._spread)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        with self.followers.needed():
+            gone = list(sequences)
+            if gone:
+                self.followers.tell_each(narrator.forget(gone) for narrator in self._narrators)
+                self._own.forget(gone)
+
+
+class _SharedStep:
+    """A step of which every rank has launched the chunks of its own sequences."""
+
+    def __init__(
+        self, followers: Followers, shared: SharedPlan, own: StepInFlight, spread: RowSpread
+    ) -> None:
+        self._followers, self._shared, self._own, self._spread = followers, shared, own, spread
+
+    def choose(self) -> None:
+        with self._followers.needed():
+            self._shared.share_masks()
+            self._followers.tell_each(ChooseTokens(plan.masks) for plan in self._shared.plans[1:])
+            self._own.choose()
+
+    def wait(self) -> StepResult:
+        with self._followers.needed():
+            first, others = self._own.wait(), range(1, len(self._shared.plans))
+            result = self._shared.merged([first, *map(self._followers.result, others)])
+            result.experts = self._spread.told_in(result.experts)
+            return result
+
+
+def make_runner(
+    folder: Path,
+    options: LoadOptions,
+    *,
+    start: Callable[[], Followers],
+    make_runner: Callable[[World], Runner],
+) -> ParallelRunner:
+    """The runner of a model on several ranks; see `ParallelRunner`."""
+    kind = DataParallelRunner if options.data_parallel_attention else ParallelRunner
+    return kind(folder, options, start=start, make_runner=make_runner)

@@ -37,6 +37,8 @@ class Launch:
     """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and four lists,
     each after its length: drafts, the tokens that are new, the place in the block table from which on the blocks after
     it are new, and the numbers of its `ChunkState`, if it has one."""
+    rows: tuple[int, ...] = ()
+    """See `StepPlan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,20 @@ class _Told:
 
 
 class Narrator:
-    """Makes messages of plans, on rank 0."""
+    """Makes messages of plans, on rank 0.
 
-    def __init__(self) -> None:
+    Args:
+        first_block: the number that planning has for block 0 of the ranks that hear them.
+    """
+
+    def __init__(self, first_block: int = 0) -> None:
+        self._first_block = first_block
         self._told: dict[Sequence, _Told] = {}
         self._keys = count()
 
     def launch(self, plan: StepPlan) -> Launch:
         new: list[tuple[int, Request, int]] = []
-        words = [len(plan.copies), *(block for copy in plan.copies for block in copy)]
+        words = [len(plan.copies), *self._numbers(chain.from_iterable(plan.copies))]
         for chunk in plan.chunks:
             sequence = chunk.sequence
             told = self._told.get(sequence)
@@ -96,13 +103,18 @@ class Narrator:
             told.num_tokens += len(tokens)
             places, num_known = told.table.changes(sequence)
             first = min([*places, num_known])
-            words += (1 + len(blocks) - first, first, *blocks[first:])
+            words += (1 + len(blocks) - first, first, *self._numbers(blocks[first:]))
             state = _state_words(chunk.state)
             words += (len(state), *state)
-        return Launch(new, array("i", words).tobytes())
+        return Launch(new, array("i", words).tobytes(), plan.rows)
 
     def forget(self, sequences: Iterable[Sequence]) -> Forget:
         return Forget([self._told.pop(sequence).key for sequence in sequences if sequence in self._told])
+
+    def _numbers(self, blocks: Iterable[int]) -> Iterable[int]:
+        """The numbers that these blocks have on their ranks."""
+        first = self._first_block
+        return [block and block - first for block in blocks] if first else blocks
 
 
 class Listener:
@@ -119,7 +131,7 @@ class Listener:
         rest = iter(words)
         copies = [(next(rest), next(rest)) for _ in range(next(rest))]
         chunks = [self._chunk(key, rest) for key in rest]
-        return StepPlan(chunks, copies, sum(chunk.num_tokens for chunk in chunks))
+        return StepPlan(chunks, copies, sum(chunk.num_tokens for chunk in chunks), rows=message.rows)
 
     def forgotten(self, message: Forget) -> list[Sequence]:
         return [self._sequences.pop(key) for key in message.keys]

@@ -28,26 +28,43 @@ class BlockPool:
 
     The free list is intrusive and doubly linked (two arrays of neighbours, block 0 as both ends), so that taking from
     the front, appending, and pulling a block out of the middle are O(1).
+
+    Several pools may share one row of numbers: those of one begin where those of another end, with a block `first` that
+    is nobody's either. They have the same arrays, so that a number is enough to look a block up.
     """
 
     def __init__(
-        self, num_blocks: int, on_reuse: Callable[[int], None] = lambda _: None, unit: str = "block"
+        self,
+        num_blocks: int,
+        on_reuse: Callable[[int], None] = lambda _: None,
+        unit: str = "block",
+        after: BlockPool | None = None,
     ) -> None:
-        """`on_reuse` is called with every block that is handed out, whose old content is lost."""
+        """Makes a pool of blocks that nobody holds.
+
+        Args:
+            on_reuse: is called with every block that is handed out, whose old content is lost.
+            after: the pool that has the numbers before.
+        """
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 {unit}s, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
-        self.ref_counts = [0] * num_blocks
-        self.findable = bytearray(num_blocks)
+        self.ref_counts: list[int] = [] if after is None else after.ref_counts
+        self.findable: bytearray = bytearray() if after is None else after.findable
         """1 for each block whose content can be found, for a view of all blocks at once. Their owner sets it."""
         self.generation = 0
         """The number of times that a block was held which was free, or free which was held."""
         self._turned: deque[int] = deque(maxlen=_REMEMBERED)
         """The blocks of the last of these times."""
         self._on_reuse, self._unit = on_reuse, unit
-        self._next: list[int] = [*range(1, num_blocks), 0]
-        self._previous: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
+        self._next: list[int] = [] if after is None else after._next
+        self._previous: list[int] = [] if after is None else after._previous
+        self.first = first = len(self.ref_counts)
+        self.ref_counts += [0] * num_blocks
+        self.findable += bytes(num_blocks)
+        self._next += [*range(first + 1, first + num_blocks), first]
+        self._previous += [first + num_blocks - 1, *range(first, first + num_blocks - 1)]
         self._returning: deque[tuple[int, list[int]]] = deque()
         """Blocks that were given back, each with the last step that may use it. Every entry is a reference."""
 
@@ -57,8 +74,8 @@ class BlockPool:
         Raises:
             IndexError: none is free; callers look at `num_free` first.
         """
-        block = self._next[0]
-        if block == 0:
+        block = self._next[self.first]
+        if block == self.first:
             raise IndexError(f"no free {self._unit}")
         self._unlink(block)
         self.ref_counts[block] = 1
@@ -84,7 +101,7 @@ class BlockPool:
         """Moves a free block whose content nobody can find to the front: it is the next to be reused."""
         if self.ref_counts[block] == 0:
             self._unlink(block)
-            self._insert_after(0, block)
+            self._insert_after(self.first, block)
 
     # Giving back
 
@@ -144,10 +161,8 @@ class BlockPool:
         Raises:
             PoolViolation: naming the first block for which they differ.
         """
-        expected = [0] * self.num_blocks
-        for block in chain(*holders, *(blocks for _, blocks in self._returning)):
-            expected[block] += 1
-        for block in range(1, self.num_blocks):
+        expected = Counter(chain(*holders, *(blocks for _, blocks in self._returning)))
+        for block in range(self.first + 1, self.first + self.num_blocks):
             if expected[block] != self.ref_counts[block]:
                 raise PoolViolation(
                     f"{self._unit} {block}: {self.ref_counts[block]} references, {expected[block]} holders"
@@ -158,13 +173,13 @@ class BlockPool:
 
     def free_blocks(self) -> Iterable[int]:
         """Returns the free blocks in order of reuse."""
-        block = self._next[0]
-        while block != 0:
+        block = self._next[self.first]
+        while block != self.first:
             yield block
             block = self._next[block]
 
     def _append(self, block: int) -> None:
-        self._insert_after(self._previous[0], block)
+        self._insert_after(self._previous[self.first], block)
 
     def _insert_after(self, left: int, block: int) -> None:
         right = self._next[left]

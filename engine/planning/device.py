@@ -80,6 +80,9 @@ class RunnerFacts:
     """The pending rows that a state slot has room for."""
     has_experts: bool = False
     """Whether tokens choose among experts, so that each token more of a step adds less time."""
+    num_ranks: int = 1
+    """The ranks that have sequences of their own, and `num_blocks` each. Each rank's blocks have the numbers after
+    those of the rank before."""
 
 
 class Runner(Protocol):

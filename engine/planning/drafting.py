@@ -32,9 +32,9 @@ from typing import Protocol
 
 from penstock.engine.planning.chunks import set_drafts
 from penstock.engine.planning.guesses import Guess, Record
-from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.price import Price, value
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.planning.shares import Shares
@@ -157,7 +157,7 @@ class Drafting:
         """
         return not self.is_followed and self._is_active and self._num_sampling > 0 and self._may_draft
 
-    def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: StepPlan, memory: Memory, num_tokens: int, most_s: float = inf) -> None:
         """Adds drafts to a plan that is otherwise complete; those of the draft model are OPEN.
 
         Args:
@@ -194,7 +194,7 @@ class Drafting:
             return False
         return all(chunk.is_open or not chunk.drafts for chunk in plan.chunks) and not self.must_know(plan)
 
-    def _draft(self, plan: StepPlan, memory: SequenceMemory, room: int, *, is_ahead: bool) -> None:
+    def _draft(self, plan: StepPlan, memory: Memory, room: int, *, is_ahead: bool) -> None:
         started = self.clock()
         guesses = self._guesses_ahead(plan) if is_ahead else self._guesses(plan, is_known=True)
         if self._has_model and not self._rests_now(DRAFT_MODEL):

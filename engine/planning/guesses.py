@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.engine.planning.chunks import set_drafts
-from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.step import Chunk, StepPlan
 
 
@@ -39,7 +39,7 @@ class Guess:
     def take(self, proposer: str, drafts: list[int]) -> None:
         self.proposer, self.rate, self.drafts = proposer, self.record.rates[proposer], drafts
 
-    def add(self, plan: StepPlan, count: int, memory: SequenceMemory) -> None:
+    def add(self, plan: StepPlan, count: int, memory: Memory) -> None:
         """Adds so many drafts to the chunk, if there are free blocks for them: nobody gives way for a guess."""
         chunk = self.chunk
         copies = memory.grow(chunk.sequence, chunk.sequence.num_computed + count)

@@ -51,6 +51,7 @@ class SequenceMemory:
         prefix_cache: bool = True,
         windows: ListLike[int] = (0,),
         log: PrefixLog | None = None,
+        after: SequenceMemory | None = None,
     ) -> None:
         """Makes the memory of no sequence.
 
@@ -60,6 +61,7 @@ class SequenceMemory:
             num_pending: the pending rows that a slot has room for.
             windows: by table of a sequence, how many tokens a token sees, itself included; 0 if it sees all.
             log: hears of every block that can be found from now on, is found, or is gone.
+            after: the memory whose blocks have the numbers before those of this one; see `BlockPool`.
         """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
@@ -72,7 +74,7 @@ class SequenceMemory:
         self.max_chunk = self.windows.max_chunk(num_blocks - 1)
         """Tokens of the largest chunk: its blocks and those of the windows before it fit into the pool together."""
         self.index = PrefixIndex(self.windows.num_seen)
-        self.pool = BlockPool(num_blocks, on_reuse=self._drop)
+        self.pool: BlockPool = BlockPool(num_blocks, self._drop, after=None if after is None else after.pool)
         self.slots = BlockPool(num_states or 2, unit="state slot")  # without states, nobody asks for one
         self.snapshots = Snapshots(block_size, self.index, self.pool, self.slots)
         states = StateGroup(self.slots, self.snapshots, self.windows, num_pending, prefix_cache=prefix_cache)
@@ -88,6 +90,38 @@ class SequenceMemory:
         self.max_chunk = min(self.max_chunk, max_tokens)
 
     # Room
+
+    @property
+    def parts(self) -> ListLike[SequenceMemory]:
+        """The memories that have pools of their own: this one; see `RankedMemory`."""
+        return (self,)
+
+    def part_of(self, sequence: Sequence) -> SequenceMemory:  # noqa: ARG002
+        """The memory that a sequence is in, or will start in: here there is one for all; see `RankedMemory`."""
+        return self
+
+    def beside(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:  # noqa: ARG002
+        """Those of the running sequences that share the sequence's memory."""
+        return running
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks that sequences can have."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """The blocks that can be found."""
+        return len(self.index)
+
+    @property
+    def ref_counts(self) -> list[int]:
+        """How many hold each block, for a view of all blocks at once."""
+        return self.pool.ref_counts
 
     @property
     def findable(self) -> bytearray:
@@ -276,6 +310,10 @@ class SequenceMemory:
         owner = self.index.owner_of(awaited, lane)
         waits = isinstance(owner, Sequence) and self.states.will_leave(owner, sequence, at)
         return awaited if waits else b""
+
+    def is_awaited(self, sequence: Sequence) -> bool:
+        """Returns whether another sequence is still computing the block that this one was found to wait for."""
+        return self.index.is_pending(sequence.awaited_hash, sequence.request.lane)
 
     def num_free_needed(self, sequence: Sequence) -> int:
         """Returns how many free blocks `start` takes, those of the found blocks included that nobody holds."""

@@ -163,6 +163,8 @@ class Sequence:
     num_committed: int = field(init=False, default=0)
     """The computed tokens whose step has come back: only their blocks may be hashed."""
     num_preemptions: int = field(init=False, default=0)
+    rank: int = field(init=False, default=0)
+    """The rank that has it, where each has sequences of its own: from its start on, until it gives way."""
     prompt_logprobs: list[TokenLogprobs] = field(init=False, default_factory=list)
     """The log probabilities that have come, of the prompt tokens from the second one on."""
     pooled: list[float] = field(init=False, default_factory=list)

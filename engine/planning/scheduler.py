@@ -23,6 +23,7 @@ from math import inf
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import NO_LIMIT, Output, Request, Sequence
 from penstock.engine.planning.request_queue import UNLIMITED, RequestQueue
 from penstock.engine.planning.sequences import Counters, Sequences
@@ -46,7 +47,7 @@ class Scheduler:
     def __init__(
         self,
         queue: RequestQueue,
-        memory: SequenceMemory,
+        memory: Memory,
         sink: TokenSink,
         limits: SchedulerLimits,
         drafting: Drafting | None = None,
@@ -100,7 +101,7 @@ class Scheduler:
         """Whether the next step may be planned before the last one, this plan, is back: what drafts it has allow it."""
         return not plan.num_drafts or (self.drafting is not None and self.drafting.is_followed)
 
-    def start_afresh(self, memory: SequenceMemory) -> None:
+    def start_afresh(self, memory: Memory) -> None:
         """Goes on with an empty memory, while there is no sequence."""
         self.memory = self.sequences.memory = memory
 
@@ -268,8 +269,9 @@ class Scheduler:
         while (copies := self.memory.grow(sequence, num_tokens)) is None:
             if self.memory.will_have_room(sequence, num_tokens):
                 return None
+            running = self.memory.beside(sequence, self.sequences.running)
             self._tokens_left += self.sequences.preempt_planned(
-                plan, self.queue.victim(self.sequences.running, sequence) or sequence
+                plan, self.queue.victim(running, sequence) or sequence
             )
             if not sequence.block_table:
                 return None
@@ -343,15 +345,17 @@ class Scheduler:
         """
         sequence = self._candidate_for(request)
         seats, blocks = self._shortage(sequence)
-        blocks -= self.memory.num_returning
+        memory = self.memory.part_of(sequence)
+        blocks -= memory.num_returning
         victims: list[Sequence] = []
-        candidates = iter(self.queue.giving_way(request, self.sequences.running))
+        running = self.memory.beside(sequence, self.sequences.running)
+        candidates = iter(self.queue.giving_way(request, running))
         while seats > 0 or blocks > 0:
             victim = next(candidates, None)
             if victim is None:
                 return False
             victims.append(victim)
-            seats, blocks = seats - 1, blocks - self.memory.num_held_alone(victim)
+            seats, blocks = seats - 1, blocks - memory.num_held_alone(victim)
         for chosen in victims:
             self._tokens_left += self.sequences.preempt_planned(plan, chosen)
         self._queue_goes_first = self.memory.num_in_flight > 0
@@ -364,34 +368,41 @@ class Scheduler:
 
     def _is_deferred(self, sequence: Sequence) -> bool:
         """Returns whether another sequence is still computing the block that this one waits for."""
-        return self.memory.index.is_pending(sequence.awaited_hash, sequence.request.lane)
+        return self.memory.is_awaited(sequence)
 
     def _num_deferred(self) -> int:
         return sum(1 for s in self.sequences.waiting if not s.num_preemptions)
 
     def _shortage(self, sequence: Sequence) -> tuple[int, int]:
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
-        seats_left, blocks_left = self._left_free(sequence) if self.sequences.running else (0, 0)
+        memory = self.memory.part_of(sequence)
+        num_running = len(self.memory.beside(sequence, self.sequences.running))
+        seats_left, blocks_left = (
+            self._left_free(sequence, memory, num_running) if self.sequences.running else (0, 0)
+        )
         seats = self.sequences.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
-        return seats, self.memory.num_free_needed(sequence) + blocks_left - self.memory.pool.num_free
+        return seats, memory.num_free_needed(sequence) + blocks_left - memory.pool.num_free
 
-    def _left_free(self, sequence: Sequence) -> tuple[int, int]:
+    def _left_free(self, sequence: Sequence, memory: SequenceMemory, num_running: int) -> tuple[int, int]:
         """Returns the seats and blocks that a sequence leaves to others when it starts.
 
         Each running sequence may need a block next, and a lane may not use all of the pool. Who was passed over for too
         long is not bound by the latter, and others leave it a seat and the blocks that it needs; lanes that are more
         urgent than its own leave it half of the pool at most.
+
+        Args:
+            memory: the one that it will start in, which so many of the running sequences share.
         """
-        lane, num_blocks = sequence.request.lane, self.memory.pool.num_blocks - 1
-        for_running, passed_over = 1 + len(self.sequences.running) // 4, self._passed_over
+        lane, num_blocks, passed_over = sequence.request.lane, memory.num_blocks, self._passed_over
+        for_running = 1 + num_running // 4 if num_running else 0
         if self._is_passed_over(sequence.request):
             return 0, for_running
         shares = self.limits.kv_shares
         share = shares[lane] if lane < len(shares) else 1.0
-        not_its_own = int((1.0 - share) * num_blocks)
+        not_its_own = int((1.0 - share) * num_blocks) if num_running else 0
         if passed_over is None:
             return 0, max(for_running, not_its_own)
-        kept = self.memory.num_free_needed(passed_over)
+        kept = memory.num_free_needed(passed_over) if self.memory.part_of(passed_over) is memory else 0
         if lane < passed_over.request.lane:
             kept = min(kept, num_blocks // 2)
         return passed_over.num_seats, max(for_running + kept, not_its_own)

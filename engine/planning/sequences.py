@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.chunks import withdraw
-from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import FinishReason, Output, Request, Sequence
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.step import StepPlan
@@ -28,7 +28,7 @@ class Counters:
 class Sequences:
     """Keeps the sequences from their start to their end. A sequence gives its blocks back when it leaves `running`."""
 
-    def __init__(self, queue: RequestQueue, memory: SequenceMemory) -> None:
+    def __init__(self, queue: RequestQueue, memory: Memory) -> None:
         self.queue = queue
         self.memory = memory
         self.counters = Counters()

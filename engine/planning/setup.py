@@ -7,23 +7,29 @@ from dataclasses import replace
 from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.ranked_memory import Memory, RankedMemory
 from penstock.engine.planning.step_results import SchedulerLimits
 
 
-def make_memory(facts: RunnerFacts, *, prefix_cache: bool, log: PrefixLog | None) -> SequenceMemory:
+def make_memory(facts: RunnerFacts, *, prefix_cache: bool, log: PrefixLog | None) -> Memory:
     """The memory of no sequence, on what the runner has."""
-    return SequenceMemory(
-        facts.num_blocks,
-        facts.block_size,
-        num_states=facts.num_states,
-        num_pending=facts.num_pending,
-        prefix_cache=prefix_cache,
-        windows=facts.windows,
-        log=log,
-    )
+
+    def part(after: SequenceMemory | None = None) -> SequenceMemory:
+        return SequenceMemory(
+            facts.num_blocks,
+            facts.block_size,
+            num_states=facts.num_states,
+            num_pending=facts.num_pending,
+            prefix_cache=prefix_cache,
+            windows=facts.windows,
+            log=log,
+            after=after,
+        )
+
+    return part() if facts.num_ranks == 1 else RankedMemory(facts.num_ranks, part)
 
 
-def fit_limits(limits: SchedulerLimits, facts: RunnerFacts, memory: SequenceMemory) -> SchedulerLimits:
+def fit_limits(limits: SchedulerLimits, facts: RunnerFacts, memory: Memory) -> SchedulerLimits:
     """The limits of which none is beyond what the runner can do."""
     return replace(
         limits,

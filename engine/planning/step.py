@@ -124,6 +124,9 @@ class StepPlan:
     """The experts that its tokens chose, once the step has come back."""
     is_beside: bool = False
     """Whether the host plans the next step while this one runs."""
+    rows: tuple[int, ...] = ()
+    """The tokens that each rank computes in it, where each has sequences of its own: all go through the experts
+    together."""
 
     @property
     def num_drafts(self) -> int:
@@ -176,6 +179,8 @@ class ExpertLoad:
     """The tokens of the most chosen expert, in units of the mean."""
     ranks: float
     """The same for ranks that have whole experts; 1 if each rank has a part of every expert."""
+    rows: float = 1.0
+    """The tokens of the rank with the most of a step, in units of the mean, where ranks have sequences of their own."""
 
 
 @dataclass(frozen=True, slots=True)

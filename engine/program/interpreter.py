@@ -17,7 +17,7 @@ from penstock.engine.kernels.ops import Attend, Kernels
 from penstock.engine.kernels.ranks import embed
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.state_cache import StateCache
-from penstock.engine.program.expert_layer import activate, run_experts
+from penstock.engine.program.expert_layer import activate, run_experts, run_routed
 from penstock.engine.program.ops import Op, OpKind, Positions, Program, Stream
 from penstock.engine.spec import GatedDelta, Mamba2, ShortConv
 
@@ -45,6 +45,14 @@ class Interpreter:
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         return Run(self, batch, batch.hidden).through(self.program.ops)
+
+    @torch.inference_mode()
+    def run_for_others(self, rows_by_rank: tuple[int, ...]) -> None:
+        """Runs this rank's experts in a step in which it has no rows of its own."""
+        kernels = self.kernels
+        for own in (op.experts for op in self.program.ops if op.experts is not None):
+            none = torch.empty(0, own.spec.hidden_size, dtype=kernels.activation_dtype, device=kernels.device)
+            run_routed(own, none, kernels, self.program.eps, rows_by_rank)
 
 
 class Run:
@@ -229,7 +237,8 @@ class Run:
 
     def experts(self, op: Op) -> None:
         assert op.experts is not None
-        self._put(op, run_experts(op.experts, self._input(op), self._kernels, self._program.eps))
+        x, eps = self._input(op), self._program.eps
+        self._put(op, run_experts(op.experts, x, self._kernels, eps, self._batch.rows_by_rank))
 
     def combine(self, op: Op) -> None:
         assert op.norm is not None

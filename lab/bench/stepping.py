@@ -16,7 +16,7 @@ from penstock.engine.launching import launch_fitting
 from penstock.engine.planning.chunks import set_drafts
 from penstock.engine.planning.device import StepInFlight
 from penstock.engine.planning.drafting import DRAFT_MODEL, Drafting, Proposer
-from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import make_memory
@@ -93,7 +93,7 @@ class Always(Drafting):
     def is_due(self) -> bool:
         return not self.is_followed
 
-    def extend(self, plan: StepPlan, memory: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
+    def extend(self, plan: StepPlan, memory: Memory, num_tokens: int, most_s: float = inf) -> None:  # noqa: ARG002
         self.is_followed = False
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
         left = [(c.sequence.max_len, len(c.sequence.token_ids) + c.sequence.num_pending) for c in chunks]

@@ -33,6 +33,14 @@ from penstock.engine.parallel.leader import start_ranks
             "--pipeline-parallel 33: with --tensor-parallel 2 there would be 66 processes, and 64 are the most",
         ),
         ({"expert_parallel": "on"}, "--expert-parallel on: the model has no experts"),
+        (
+            {"tensor_parallel": "2", "data_parallel_attention": "true"},
+            "--data-parallel-attention: the model has no experts",
+        ),
+        (
+            {"data_parallel_attention": "true"},
+            "--data-parallel-attention: one process has all sequences; see --tensor-parallel",
+        ),
         ({"tensor_parallel": "65"}, "--tensor-parallel: input should be less than or equal to 64, not '65'"),
     ],
 )

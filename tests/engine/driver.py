@@ -13,7 +13,8 @@ from penstock.engine.execution.loader import load_model
 from penstock.engine.execution.runner import ModelRunner
 from penstock.engine.launching import launch_fitting
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.parallel.leader import Followers, ParallelRunner
+from penstock.engine.parallel import leader as parallel
+from penstock.engine.parallel.leader import Followers
 from penstock.engine.planning.device import Runner, StepInFlight
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.masks import StepMasks
@@ -61,6 +62,7 @@ class Driver:
         followers: Followers | None = None,
         max_drafts: int | None = None,
         expert_parallel: str = "auto",
+        data_parallel_attention: bool = False,
     ) -> None:
         """With `followers`, the model is on several ranks, and has no drafts unless `max_drafts` says so."""
         if max_drafts is None:
@@ -73,6 +75,7 @@ class Driver:
             quantize=quantize,
             max_drafts=max_drafts,
             expert_parallel=expert_parallel,
+            data_parallel_attention=data_parallel_attention,
         )
 
         world = None if followers is None else followers.world
@@ -82,7 +85,7 @@ class Driver:
         self.runs: Runner = self.runner
         """The object that runs the steps: the runner itself, or all ranks, of which it is the first."""
         if followers is not None:
-            self.runs = ParallelRunner(
+            self.runs = parallel.make_runner(
                 folder, options, start=lambda: followers, make_runner=lambda _: self.runner
             )
         self.folder = folder
@@ -154,7 +157,9 @@ class Driver:
     def land(self) -> None:
         """The oldest step in flight comes back."""
         plan, step = self.flights.popleft()
-        outputs = self.scheduler.commit(plan, step.wait(), 0.0)
+        result = step.wait()
+        plan.experts = result.experts
+        outputs = self.scheduler.commit(plan, result, 0.0)
         if (drafting := self.scheduler.drafting) is not None:
             drafting.observe(plan, 1.0)
         for output in outputs:

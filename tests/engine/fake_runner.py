@@ -17,9 +17,9 @@ from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.planning.device import OutOfMemory, RunnerFacts, StepInFlight
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.guesses import Guess
-from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.params import SamplingParams
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import FinishReason, Request, Sequence
 from penstock.engine.planning.scheduler import TokenSink
 from penstock.engine.planning.state_records import ChunkState
@@ -337,7 +337,7 @@ class UnpricedDrafting(Drafting):
     def is_due(self) -> bool:
         return not self.is_followed and self._random.random() < 0.8
 
-    def extend(self, plan: StepPlan, tables: SequenceMemory, num_tokens: int, most_s: float = inf) -> None:
+    def extend(self, plan: StepPlan, tables: Memory, num_tokens: int, most_s: float = inf) -> None:
         self._pace(sum(chunk.samples for chunk in plan.chunks)).begin_paying()
         super().extend(plan, tables, num_tokens, most_s)
 

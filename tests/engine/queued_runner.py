@@ -11,8 +11,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
 
+from penstock.engine.planning.blocks import BlockPool
 from penstock.engine.planning.device import OutOfMemory
-from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.state_records import ChunkState
 from penstock.engine.planning.step import OPEN, Chunk, Sampled, StepPlan, StepResult
@@ -124,9 +125,13 @@ class QueuedRunner(FakeRunner):
         self._left = {c.sequence: [OPEN] * len(c.drafts) for c in plan.chunks if c.is_open}
         return None
 
-    def watch(self, tables: SequenceMemory) -> None:
+    def watch(self, tables: Memory) -> None:
         """From now on no block may be handed out that a launched step may touch."""
-        allocate = tables.pool.allocate
+        for part in tables.parts:
+            self._watch(part.pool)
+
+    def _watch(self, pool: BlockPool) -> None:
+        allocate = pool.allocate
 
         def watched() -> int:
             block = allocate()
@@ -134,7 +139,7 @@ class QueuedRunner(FakeRunner):
                 assert block not in step.touched, f"block {block} is used by a step in flight"
             return block
 
-        tables.pool.allocate = watched  # type: ignore[method-assign]
+        pool.allocate = watched  # type: ignore[method-assign]
 
     def launch(self, plan: StepPlan) -> QueuedStep:
         if self.fault is not None:

@@ -188,7 +188,7 @@ def test_a_pool_that_does_not_balance_is_started_afresh(
     harness.last("a")
     scheduler = harness.engine._scheduler
     assert scheduler is not None
-    scheduler.memory.pool.allocate()
+    scheduler.memory.parts[0].pool.allocate()
     harness.submit("b", [1])
     harness.last("b")
     harness.submit("c", [2])

@@ -182,7 +182,7 @@ class EngineByTurns:
         assert scheduler.sequences.is_idle, "it rests while there is work"
         assert not any(self.queue.depths().values()), "it rests while somebody waits"
         assert not self.engine._flights
-        assert scheduler.memory.pool.num_free == scheduler.memory.pool.num_blocks - 1
+        assert scheduler.memory.num_free_blocks == scheduler.memory.num_blocks
         assert scheduler.memory.state_use.num_held == 0
         assert not self.runner.seats
         if self.reports:

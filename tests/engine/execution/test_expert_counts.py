@@ -146,9 +146,10 @@ def test_dense_models_have_no_count(tmp_path: Path) -> None:
 
 def test_the_metrics_show_it() -> None:
     metrics = Metrics()
-    for use in (ExpertUse(30, 4, ExpertLoad(experts=2.5, ranks=1.25)), ExpertUse(12, 4), None):
+    load = ExpertLoad(experts=2.5, ranks=1.25, rows=1.5)
+    for use in (ExpertUse(30, 4, load), ExpertUse(12, 4), None):
         metrics.note_step(StepReport(outputs=[], started_s=0.0, experts=use), 0)
-        for among, value in (("experts", 2.5), ("ranks", 1.25)):
+        for among, value in (("experts", 2.5), ("ranks", 1.25), ("sequences", 1.5)):
             assert metrics.expert_imbalance(among).value == value
     assert metrics.experts_touched.value == 42
     assert metrics.expert_layers.value == 8

@@ -49,7 +49,7 @@ class PlainDriver(StepDriver):
         facts = runner.load()
         if not whole:
             runner.steps.plain = None
-        tables = make_memory(facts, prefix_cache=True, log=None)
+        (tables,) = make_memory(facts, prefix_cache=True, log=None).parts
         super().__init__(runner, budget=budget, tables=tables, drafting=drafting)
         self.beside = beside
         self.kinds: list[str] = []

@@ -112,11 +112,15 @@ def compare(followers: Followers, folder: Path, **options: Any) -> None:
     assert scores(together, "filters") == pytest.approx(scores(alone, "filters"), abs=1e-4, rel=1e-4)
 
 
-def guided(followers: Followers | None) -> list[list[int]]:
-    """The demo model's tokens by a grammar."""
+def guided(followers: Followers | None, folder: Path = DEMO_MODEL, **options: Any) -> list[list[int]]:
+    """A model's tokens by a grammar, with the demo model's tokenizer."""
     tokenizer, eos = read_tokenizer(DEMO_MODEL), read_config(DEMO_MODEL).eos_token_ids
     driver = Driver(
-        DEMO_MODEL, grammars=Grammars(tokenizer, eos), sink=TextSink(tokenizer, eos), followers=followers
+        folder,
+        grammars=Grammars(tokenizer, eos),
+        sink=TextSink(tokenizer, eos),
+        followers=followers,
+        **options,
     )
     grammar = Grammar(GrammarKind.REGEX, "(yes|no)( [a-z]{2,5}){3}")
     driver.run(*(ask(f"{i}", prompt(i, 9), grammar=grammar, max_tokens=30, seed=i) for i in range(4)))

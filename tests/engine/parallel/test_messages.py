@@ -101,6 +101,18 @@ def test_drafts_and_masks_come_along() -> None:
     assert pickle.loads(pickle.dumps(ChooseTokens(masks))) == ChooseTokens(masks)
 
 
+def test_a_rank_with_blocks_of_its_own_hears_its_own_numbers() -> None:
+    """Its block 0 is block 60 of all, and entries without a block stay 0."""
+    sequence, narrator, listener = Sequence(make_request("r", [1, 2, 3, 4, 5])), Narrator(60), Listener()
+    sequence.block_table = [0, 62]
+    plan = StepPlan([Chunk(sequence, 4, 1, samples=False)], [(61, 62)], 1, rows=(7, 1))
+    heard = listener.plan(narrator.launch(plan))
+    assert (heard.copies, heard.rows, heard.chunks[0].sequence.block_table) == ([(1, 2)], (7, 1), [0, 2])
+    sequence.block_table = [0, 62, 75]
+    again = listener.plan(narrator.launch(StepPlan([Chunk(sequence, 5, 1, samples=False)], [], 1)))
+    assert again.chunks[0].sequence.block_table == [0, 2, 15]
+
+
 def test_the_slots_of_states_come_along() -> None:
     first, second = (Sequence(make_request(name, [1, 2, 3, 4, 5])) for name in ("first", "second"))
     for sequence in (first, second):

@@ -81,15 +81,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_queued: bool,
         pace: random.Random,
         states: FakeStates | None = None,
+        num_ranks: int = 1,
     ) -> None:
-        """An empty engine."""
+        """An empty engine, of ranks with so many blocks each."""
         self.queue = LaneQueue(Lock())
         self.windows = windows
-        self.runner: FakeRunner = FakeRunner(num_blocks, BLOCK_SIZE, windows)
+        self.runner: FakeRunner = FakeRunner(num_ranks * num_blocks, BLOCK_SIZE, windows)
         if is_queued:
-            self.runner = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows)
+            self.runner = QueuedRunner(
+                num_ranks * num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, windows
+            )
         self.runner.states = states
-        facts = replace(self.runner.load(), windows=windows)
+        facts = replace(self.runner.load(), windows=windows, num_blocks=num_blocks, num_ranks=num_ranks)
         self.tables = make_memory(facts, prefix_cache=prefix_cache, log=None)
         if isinstance(self.runner, QueuedRunner):
             self.runner.watch(self.tables)
@@ -296,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.sequences.check()
             self.room_is_bounded_by_the_window()
-            assert [*self.tables.findable] == [*map(self.is_findable, range(self.tables.pool.num_blocks))]
+            assert [*self.tables.findable] == [*map(self.is_findable, range(len(self.tables.findable)))]
             assert len(self.scheduler.sequences.running) <= self.scheduler.limits.max_num_seqs
 
     @invariant()
@@ -313,16 +316,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence.prefix = remembered
 
     def is_findable(self, block: int) -> bool:
-        return self.tables.index.knows_block(block)
+        return any(part.index.knows_block(block) for part in self.tables.parts)
 
     def room_is_bounded_by_the_window(self) -> None:
         for sequence in self.scheduler.sequences.running:
-            for number, window in enumerate(self.tables.windows.sizes):
+            part = self.tables.part_of(sequence)
+            for number, window in enumerate(part.windows.sizes):
                 blocks = sequence.block_table[number :: len(self.windows)]
                 if not window:
                     assert 0 not in blocks
                 elif not self.flights:
-                    most = self.tables.blocks_for(window + self.tables.max_chunk) + 1
+                    most = part.blocks_for(window + part.max_chunk) + 1
                     assert sum(map(bool, blocks)) <= most
 
     def teardown(self) -> None:
@@ -339,8 +343,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step()
         assert self.scheduler.sequences.is_idle, "the work does not end"
         self.scheduler.sequences.check()
-        assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
-        assert self.tables.index.num_pending == 0
+        assert self.tables.num_free_blocks == self.tables.num_blocks
+        assert not any(part.index.num_pending for part in self.tables.parts)
         if self.drafting is not None:
             self.drafting.forget(self.scheduler.sequences.take_departed())
             assert not self.drafting._records, "nobody asks after those who ended"

@@ -120,7 +120,7 @@ class StateMachine(SchedulerMachine):
         before = self.requests[name]
         known = [*before.prompt_token_ids, *self.tokens.get((name, 0), [])]
         prompt = [*known[: max(0, len(known) - num_cut)], *range(60, 60 + num_more)]
-        if not prompt or not self.tables.prefix_cache:
+        if not prompt or not self.state_tables.prefix_cache:
             return
         found = self.state_tables.find_prefix(Sequence(make_request("look", prompt, salt=before.salt)))
         expected = max(
@@ -138,7 +138,7 @@ class StateMachine(SchedulerMachine):
         hashes: list[bytes] = []
         num_blocks = len(state) // BLOCK_SIZE
         extend_hashes(hashes, prompt, min(num_blocks, len(prompt) // BLOCK_SIZE), BLOCK_SIZE, salt)
-        is_there = all(self.tables.index.block_of(known_hash) is not None for known_hash in hashes)
+        is_there = all(self.state_tables.index.block_of(known_hash) is not None for known_hash in hashes)
         is_same_salt = snapshot.key in self.keys(prompt, salt)
         return common if common >= len(state) and is_there and is_same_salt else 0
 
