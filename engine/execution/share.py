@@ -16,7 +16,8 @@ from penstock.engine.kernels.ranks import Ranks, World
 from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.split import share_experts, split_config
 from penstock.engine.model.split_files import SplitFiles
-from penstock.engine.model.stages import StageFiles, cut_config
+from penstock.engine.model.stage_files import StageFiles
+from penstock.engine.model.stages import cut_config
 from penstock.engine.quant.formats import Format, NamedTensors
 from penstock.engine.sampling import reference
 from penstock.engine.sampling.tables import Choose, Filters, Part, SamplingTables

@@ -1,7 +1,6 @@
 """The cut of a model into stages: each has some consecutive layers, and hands its hidden states to the next.
 
-A stage is a model of its own to whatever loads, plans or runs it: its layers are numbered from 0, and its files have no
-other tensors than its own.
+A stage is a model of its own to whatever loads, plans or runs it: its layers are numbered from 0.
 """
 
 from __future__ import annotations
@@ -11,16 +10,10 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from torch import Tensor
-
 from penstock.engine.config import MAX_RANKS, ModelConfig
 from penstock.engine.errors import CheckpointError
-from penstock.engine.kernels.kv_cache import KVLayout
-from penstock.engine.model.safetensors import TensorFiles
 from penstock.engine.model.split import check_files
-from penstock.engine.model.tensors import expected_shapes
-from penstock.engine.quant.storages.names import LAYERS
-from penstock.engine.spec import Layer, ModelSpec, Stage
+from penstock.engine.spec import Layer, Stage
 
 
 def cut_config(config: ModelConfig, num_stages: int, number: int) -> ModelConfig:
@@ -35,6 +28,10 @@ def cut_config(config: ModelConfig, num_stages: int, number: int) -> ModelConfig
     Raises:
         CheckpointError: the model cannot be cut into so many.
     """
+    from penstock.engine.kernels.kv_cache import (
+        KVLayout,  # it takes torch, without which checkpoints are read
+    )
+
     spec, name = config.spec, f"--pipeline-parallel {num_stages}"
     if config.num_layers < num_stages:
         raise CheckpointError(f"{name}: the model has {config.num_layers} layers, which are too few")
@@ -77,29 +74,6 @@ def stage_starts(sizes: Sequence[int], num_stages: int) -> tuple[int, ...]:
 def _num_weights(layer: Layer) -> int:
     """The numbers of a layer's linear maps."""
     return sum(map.in_features * sum(rows.count for rows in map.rows) for map in layer.maps().values())
-
-
-class StageFiles(TensorFiles):
-    """The files of a checkpoint with the tensors of a stage, under the names that its own layers have."""
-
-    def __init__(self, files: TensorFiles, config: ModelConfig) -> None:
-        self._names = {name: _name_in_model(name, config.spec) for name in expected_shapes(config)}
-        entries = {name: files.entries[whole] for name, whole in self._names.items()}
-        super().__init__(files.path, entries, lambda name: files.own_name(self._names[name]))
-        self._files = files
-
-    def give_back(self) -> None:
-        self._files.give_back()
-
-    def read(self, name: str) -> Tensor:
-        return self._files.read(self._names[name])
-
-
-def _name_in_model(name: str, spec: ModelSpec) -> str:
-    if not name.startswith(LAYERS):
-        return name
-    number, _, rest = name.removeprefix(LAYERS).partition(".")
-    return f"{LAYERS}{spec.first_layer + int(number)}.{rest}"
 
 
 def check_stages(path: Path, config: ModelConfig, num_stages: int, num_ranks: int = 1) -> None:

@@ -248,8 +248,8 @@ class Scheduler:
 
     @property
     def _has_room(self) -> bool:
-        """Whether the step being planned may have another chunk."""
-        return self._tokens_left > 0 and self._work_left > 0
+        """Whether the step being planned may have another chunk: a token takes a work of 1 at least."""
+        return self._tokens_left > 0 and self._work_left >= 1
 
     def _most_of(self, sequence: Sequence, num_remaining: int) -> int:
         """Returns how many tokens of a longer chunk the step has room for."""

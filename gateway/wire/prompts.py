@@ -275,6 +275,8 @@ class Prompts:
 
     def _encode_rendered(self, text: str, owner: str | None = None) -> list[int]:
         if _GUARD not in text:
+            if owner is None or len(text) < self._rendered.least_chars:
+                return self.tokenizer.encode(text, parse_special=True)
             return self._rendered.encode(text, owner)
         token_ids: list[int] = []
         for i, piece in enumerate(_GUARDED.split(text)):

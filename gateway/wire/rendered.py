@@ -41,20 +41,21 @@ class RenderedTexts:
         self, tokenizer: Tokenizer, *, least_chars: int = LEAST_CHARS, most_bytes: int = _MOST_BYTES
     ) -> None:
         self._tokenizer = tokenizer
-        self._least_chars, self._most_bytes = least_chars, most_bytes
+        self.least_chars, self._most_bytes = least_chars, most_bytes
         self._cutting: frozenset[int] = getattr(tokenizer, "cutting_ids", frozenset())
         self._known: OrderedDict[_Beginning, str] = OrderedDict()
         """The owner of each beginning, the one used longest ago first."""
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def encode(self, text: str, owner: str | None) -> list[int]:
+    def encode(self, text: str, owner: str) -> list[int]:
         """Returns the tokens of a text, in which special tokens are written out.
 
         Args:
-            owner: beginnings are shared by the texts of one owner; None to remember nothing.
+            text: shorter ones than `least_chars` are not worth it.
+            owner: beginnings are shared by the texts of one owner.
         """
-        if owner is None or len(text) < self._least_chars or not self._cutting:
+        if not self._cutting:
             return self._encode(text)
         before = self._longest(text, owner)
         token_ids = None if before is None else self._continued(before, text)

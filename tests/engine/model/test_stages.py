@@ -18,7 +18,8 @@ from penstock.engine.kernels.kv_cache import KVLayout
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.files import open_files
 from penstock.engine.model.split import split_config
-from penstock.engine.model.stages import StageFiles, check_stages, cut_config, stage_starts
+from penstock.engine.model.stage_files import StageFiles
+from penstock.engine.model.stages import check_stages, cut_config, stage_starts
 from penstock.engine.model.tensors import expected_shapes, linear_specs, make_recipe
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import STATES, TINY
