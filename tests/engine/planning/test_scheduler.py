@@ -11,6 +11,7 @@ from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.request import FinishReason, Output, Request
+from penstock.engine.planning.request_queue import Allowance
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.timings import MAX_MARKS
@@ -23,6 +24,9 @@ from tests.engine.fake_runner import (
     expected_output,
     make_request,
 )
+
+ROOMY = {"a": 100, "b": 200, "c": 300}
+"""Prompts that begin with these tokens have nothing in common."""
 
 
 class SchedulerHarness:
@@ -73,6 +77,23 @@ class SchedulerHarness:
 
 def work(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(c.sequence.request.request_id, c.start, c.num_tokens) for c in plan.chunks]
+
+
+def test_who_starts_has_a_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that attend to others take more than their number, and less than a token may be left over."""
+    harness = SchedulerHarness(num_blocks=128)
+    granted = Allowance(64, 64, attended_each=0.001)
+    monkeypatch.setattr(harness.queue, "allowance", lambda *_: granted)
+    harness.submit(
+        *(make_request(name, [*range(base, base + 100)], max_tokens=1) for name, base in ROOMY.items())
+    )
+    assert work(harness.step()) == [("a", 0, 64)]
+    plan = harness.step()
+    assert work(plan) == [("a", 64, 36), ("b", 0, 26)]
+    assert 0 < granted.prefill_work - sum(granted.work(c.start, c.num_tokens) for c in plan.chunks) < 1
+    assert [s.request.request_id for s in harness.scheduler.sequences.running] == ["b"], (
+        "c would have no token"
+    )
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_a_running_decode() -> None:
