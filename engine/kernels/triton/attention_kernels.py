@@ -143,7 +143,8 @@ def decode_attention_kernel(
         )
     else:
         place = tl.load(first_stored + sequence)
-        stored = (place + segment).to(tl.int64) * NUM_KV_HEADS + kv_head
+        # The segment's number is made anew, or it takes a register while the tiles are read.
+        stored = (place + item - tl.load(first_items + sequence)).to(tl.int64) * NUM_KV_HEADS + kv_head
         segment_rows = stored * (MAX_DECODE_QUERIES * GROUP) + rows
         tl.store(segment_outputs + segment_rows[:, None] * HEAD_DIM + dims, summed, mask=inside)
         tl.store(segment_scales + segment_rows * 2, top, mask=valid)
