@@ -155,7 +155,9 @@ class Intake:
         else:
             num_bytes = len(await http.body())
             body, ask = await off_loop(num_bytes, work, values)
-        ask = ask if ask.model else replace(ask, model=self._service.options.models[0])
+        if not ask.model:
+            model = self._service.options.models[0]
+            body, ask = body.model_copy(update={"model": model}), replace(ask, model=model)
         if slo is None:
             urgency = Urgency(client.tenant.sure_lane)
         else:

@@ -69,7 +69,8 @@ class StreamOptions(StrictBody):
 
 
 class ModelRequest(StrictBody):
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, Field(min_length=1)] = ""
+    """The one that is served, if the body gives none."""
 
 
 class TokenChoice(StrictBody):

@@ -71,6 +71,23 @@ async def test_a_whole_answer_has_openais_shape() -> None:
     }
 
 
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_without_a_model_the_served_one_answers(path: str) -> None:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
+        asking = asyncio.create_task(http.post(path, json=ASKED[path]))
+        gateway.answer(await gateway.taken(), "Hello")
+        response = await asking
+    assert (response.status_code, response.json()["model"]) == (200, MODEL)
+
+
 async def test_a_stream_has_openais_shape() -> None:
     response = await ask(Gateway(), chat_body("Hi", stream=True), "Hel", "lo")
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"

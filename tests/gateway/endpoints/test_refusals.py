@@ -194,12 +194,9 @@ async def test_a_wrong_completion_is_refused_by_field(fields: dict[str, Any], pa
     assert (error["param"] or "").split("[")[0] == param, error
 
 
-@pytest.mark.parametrize("field", ["model", "messages"])
-async def test_what_is_missing_is_named(field: str) -> None:
-    body = chat_body()
-    del body[field]
-    error = error_of(await post(CHAT, body))
-    assert (error["param"], error["code"]) == (field, "missing_required_parameter")
+async def test_what_is_missing_is_named() -> None:
+    error = error_of(await post(CHAT, {"model": MODEL}))
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
 
 
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "suffix", "functions"])
