@@ -14,6 +14,7 @@
 #include "attention_floats.h"
 #include "attention_integers.h"
 #include "attention_latents.h"
+#include "attention_packed.h"
 #include "attention_vectors.h"
 
 namespace penstock {
@@ -140,7 +141,7 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
     const auto rows = [&](int head) { return buffers.part(head * padded, count); };
     const auto history = [&](int head) { return History<W>(step, task, heads.kv_head(head), end); };
     for (int b = lowest; b < lowest + kSpanBlocks; b++)
-        fetch(history(0).keys(b).elements, 0, shape.head_elements() * sizeof(W));
+        fetch(history(0).keys(b).elements, 0, stored_elements<W>(shape) * sizeof(W));
     Products::begin(count);
     for (int head = 0; head < heads.kv_heads(); head++)
         start_rows(step, task, heads.range(head), rows(head), begin / kSegment);
@@ -169,7 +170,8 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
 }
 
 template <class W>
-using UntiledProducts = std::conditional_t<std::is_same_v<W, Int8>, IntegerProducts, FloatProducts<W>>;
+using UntiledProducts = std::conditional_t<std::is_same_v<W, Int8>, IntegerProducts,
+                                           std::conditional_t<kIsPacked<W>, PackedProducts, FloatProducts<W>>>;
 
 template <class W>
 void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
@@ -218,6 +220,7 @@ extern template Attention attention_of<float>();
 extern template Attention attention_of<Half>();
 extern template Attention attention_of<BFloat>();
 extern template Attention attention_of<Int8>();
+extern template Attention attention_of<Int4Pair>();
 extern template Attention latents_of<float>();
 extern template Attention latents_of<Half>();
 extern template Attention latents_of<BFloat>();
@@ -226,7 +229,8 @@ extern template Attention latents_of<Int8>();
 inline Attention attention_over(Type kv_type, bool is_latent) {
     return with_kv_type(kv_type, [&](auto* w) {
         typedef std::remove_pointer_t<decltype(w)> W;
-        return is_latent ? latents_of<W>() : attention_of<W>();
+        if constexpr (kIsPacked<W>) return attention_of<W>();  // of latents there is no such cache
+        else return is_latent ? latents_of<W>() : attention_of<W>();
     });
 }
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import KVCache, KVFormat, KVLayout, KVShape
 from penstock.engine.kernels.ops import RotateAndWrite
-from penstock.engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
+from penstock.engine.kernels.reference import TokenPlaces, quantize_groups, quantize_kv, write_kv
 from tests.engine import ranges
 from tests.engine.ranges import Range, assert_within, concatenated, exactly
 
@@ -210,11 +210,16 @@ class AttentionInput:
         )
 
     def _stored(self, x: Tensor) -> Tensor:
-        """Returns exactly what the cache stores of x [tokens, num_kv_heads, head_dim]."""
+        """Returns exactly what kernels read of x [tokens, num_kv_heads, head_dim] from the cache."""
         if self.kv_dtype is None:
             return x
-        numbers, scale = quantize_kv(x)
-        return numbers.double() * scale.double().unsqueeze(-1)
+        format = KVFormat.of(self.kv_dtype)
+        if format.is_packed:
+            numbers, scale = quantize_groups(x, format.group_of(self.head_dim))
+        else:
+            numbers, scale = quantize_kv(x)
+        made = numbers.double() * scale.double().unsqueeze(-1)
+        return made.flatten(-2).to(self.dtype) if format.is_packed else made
 
     @property
     def num_heads(self) -> int:
