@@ -33,7 +33,8 @@ MAX_TABLES = 16
 class KVFormat:
     """How a cache stores numbers: as they are, or as integers with scales, which a block ends with.
 
-    Keys are spread (see `reference.rotate_and_write`) before they become integers.
+    Keys are spread (see `reference.rotate_and_write`) before they become integers; values are, too, if they become
+    integers of 4 bits.
     """
 
     dtype: torch.dtype

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.kv_cache import LARGEST_NUMBER, KVFormat, KVShape, is_quantized
-from penstock.engine.quant.rotation import block_size, rotated
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
 
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
@@ -222,7 +222,8 @@ def rotate_and_write(
 
     Before keys are rounded to 8 or 4 bits they are spread: both halves of a head go through `quant.rotation.rotated`,
     or else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
-    the products stay the same. Values have no such channels.
+    the products stay the same. Values are spread before they are rounded to 4 bits, and what is attended to them is
+    spread back; 8 bits are enough without.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
@@ -257,6 +258,8 @@ def rotate_and_write(
         block = block_size(shape.head_dim // 2)
         queries = (rotated(queries.float(), block) / block).to(queries.dtype)
         keys = rotated(keys.float(), block)
+        if layer_kv is not None and KVFormat.of(layer_kv.dtype).is_packed:
+            values = rotated(values.float(), block)
     if layer_kv is not None:
         write_kv(layer_kv, keys, values, places.in_cache)
     return queries.contiguous()
@@ -267,6 +270,12 @@ def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.numel() == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
+
+
+def spread_back(attended: Tensor) -> Tensor:
+    """[T, heads, head_dim], attended to values that were spread, as if they had not been."""
+    block = block_size(attended.shape[-1] // 2)
+    return (rotated_back(attended.float(), block) / block).to(attended.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +338,8 @@ class PagedAttention:
             attended[tile.rows] = self._attend(
                 queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap, sinks, first
             )
+        if KVFormat.of(layer_kv.dtype).is_packed:
+            attended = spread_back(attended)
         return attended.flatten(1)
 
     def _attend(

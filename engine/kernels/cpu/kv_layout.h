@@ -296,7 +296,7 @@ inline float score_scale(const Shape& shape, int position) {
 }
 
 // One token's queries in place (ready to be multiplied with keys), its keys and values into the cache. Keys of 8 and 4 bits
-// are spread before they are rounded, and so are queries: see rotate_and_write in kernels/reference.py.
+// are spread before they are rounded, and so are queries, and values of 4 bits: see rotate_and_write in kernels/reference.py.
 template <class W>
 void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
@@ -317,6 +317,7 @@ void place_token(const AttentionStep& step, int token, size_t block) {
         const auto of_keys = [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); };
         const auto of_values = [&](int i) __attribute__((always_inline)) { return value_place<W>(i, offset, d); };
         if constexpr (kIsPacked<W>) {
+            rotate(values + h * d, d, spread, values + h * d);
             write_groups(keys + h * d, d, shape.group_of_scales(), k, offset, of_keys);
             write_groups(values + h * d, d, shape.group_of_scales(), v, offset, of_values);
         } else {

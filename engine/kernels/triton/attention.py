@@ -36,6 +36,7 @@ from penstock.engine.kernels.triton.attention_segments import (
     reduce_segments_kernel,
 )
 from penstock.engine.kernels.triton.attention_tiling import Chip, KVHead, Tiling
+from penstock.engine.kernels.triton.rotary import spread_back
 
 
 class Workspace:
@@ -238,6 +239,8 @@ class TritonAttention:
             prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads * row_tiles)](
                 *arguments, self._num_sequences, window, **constants, BLOCK_Q=block_queries, **tiling.options
             )
+        if format.is_packed:
+            spread_back(attended, head_dim)
         return attended
 
     def _reduction_of(self, rows: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.kv_cache import KVFormat, KVShape, numbers_and_scales
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.triton.norms import rms_norm
-from penstock.engine.kernels.triton.numbers import rotated, rounded_to
+from penstock.engine.kernels.triton.numbers import rotated, rotated_back, rounded_to
 from penstock.engine.quant.rotation import block_size
 
 HEADS_PER_PROGRAM = 8
@@ -86,6 +86,22 @@ def rotate_and_write(
             **OPTIONS,
         )
     return queries
+
+
+def spread_back(attended: Tensor, head_dim: int) -> None:
+    """`reference.spread_back` of [T, num_heads * head_dim], in place."""
+    half, rows = head_dim // 2, 2 * attended.numel() // head_dim
+    if rows:
+        spread_back_kernel[(triton.cdiv(rows, 2 * HEADS_PER_PROGRAM),)](
+            attended,
+            rows,
+            SPREAD=block_size(half),
+            HALF=half,
+            ROWS=2 * HEADS_PER_PROGRAM,
+            PAIRS=triton.next_power_of_2(half),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 def kv_places(batch: Batch, block_size: int) -> Tensor:
@@ -196,8 +212,13 @@ def rotate_and_write_kernel(
 
     if SPREAD > 0:
         first, second = first.to(tl.float32), second.to(tl.float32)
+        if SHARING > 0:  # values are spread, too
+            ready_first = tl.where(is_value, first, ready_first.to(tl.float32))
+            ready_second = tl.where(is_value, second, ready_second.to(tl.float32))
         ready_first = rotated(ready_first.to(tl.float32), GROUP, PAIRS, SPREAD)
         ready_second = rotated(ready_second.to(tl.float32), GROUP, PAIRS, SPREAD)
+        if SHARING > 0:
+            first, second = ready_first, ready_second
     first = tl.where(is_value, first, ready_first)
     second = tl.where(is_value, second, ready_second)
 
@@ -276,6 +297,23 @@ def _store_packed(
     tl.store(places + bytes, (even | odd << 4).to(tl.uint8), mask=is_stored & (bytes < half // 2))
     groups = tl.arange(0, GROUPS)[None, :]
     tl.store(scale_places + groups, scale.reshape(ROWS, GROUPS), mask=is_stored & (groups < half // SHARING))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def spread_back_kernel(
+    attended: tl.tensor,
+    num_rows: tl.tensor,
+    SPREAD: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Spreads ROWS halves of heads back, in place."""
+    rows, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, PAIRS)[None, :]
+    places, inside = attended + rows.to(tl.int64) * HALF + dims, (rows < num_rows) & (dims < HALF)
+    x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    made = rotated_back(x, ROWS, PAIRS, SPREAD) * (1.0 / SPREAD)
+    tl.store(places, made.to(attended.dtype.element_ty), mask=inside)
 
 
 @triton.jit

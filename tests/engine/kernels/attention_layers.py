@@ -15,7 +15,7 @@ from penstock.engine.kernels.kv_cache import KVCache, KVFormat, KVLayout, KVShap
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.ops import Heads, LatentHeads, Op, Program
 from penstock.engine.program.parameters import AttentionWeights, LatentWeights
-from penstock.engine.quant.rotation import block_size, rotated
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
 from penstock.engine.spec import Attention, LatentAttention
 from tests.engine import ranges
 from tests.engine.kernels.random_model import CPU, NUM_BLOCKS
@@ -351,7 +351,8 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
     elif is_integer:
         turned = quantized(turned, 2**15 - 1)
     keys = stored(spread(ranges.rotary(exactly(written[0]), cos, sin), dtype), dtype)
-    values = stored(exactly(written[1]), dtype)
+    is_packed = KVFormat.of(dtype).is_packed
+    values = stored(spread(exactly(written[1]), dtype) if is_packed else exactly(written[1]), dtype)
     value_scales = scales_of(exactly(written[1]), 127).high[..., 0]
     places = torch.arange(length)
     distance = places[:, None] - places
@@ -368,5 +369,8 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
         scales = torch.zeros(len(seen[1].low), dtype=torch.float64)
         scales[:length] = value_scales[:, head // shape.group]
         attended = ranges.attend(*seen, weights_dtype=narrow, scales=scales if is_integer else None)
+        if is_packed:
+            back = rotated_back(torch.eye(shape.head_dim), block_size(half)) / block_size(half)
+            attended = dot(attended, exactly(back))
         by_head.append(attended[:, None])
     return concatenated(by_head, 1)

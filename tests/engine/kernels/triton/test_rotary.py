@@ -78,7 +78,7 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them; keys are
-    spread before, and so are queries."""
+    spread before, and so are queries, and values of 4 bits."""
     layer = Layer(6, 3, head_dim, 4, norms=False)
     step = RotationInput(layer, 30, dtype, device, seed=4)
     step.places.in_cache.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
@@ -96,7 +96,10 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     stored = plain.view(2, NUM_BLOCKS, 3, 4, head_dim).transpose(2, 3).flatten(1, 2)
     slots = step.places.in_cache.clamp(min=0)
     keys = rotated(stored[0, slots].float(), block)
-    write_kv(expected, keys, stored[1, slots], step.places.in_cache)
+    values = stored[1, slots]
+    if kv_dtype == torch.uint8:
+        values = rotated(values.float(), block)
+    write_kv(expected, keys, values, step.places.in_cache)
     assert not torch.equal(expected, quantized_kv(step, kv_dtype))
     (_, found_scales), (_, scales) = map(numbers_and_scales, (found, expected))
     assert found_scales is not None
@@ -112,6 +115,22 @@ def quantized_kv(step: RotationInput, dtype: torch.dtype) -> Tensor:
     data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, dtype, step.qkv.device).data
     data.fill_(77)
     return data[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_what_is_attended_to_values_is_spread_back(
+    head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    heads = torch.randn(5, 7, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    expected, attended = reference.spread_back(heads), heads.flatten(1).clone()
+    rotary.spread_back(attended, head_dim)
+    assert torch.equal(attended, expected.flatten(1))
+    block = block_size(head_dim // 2)
+    back = rotated(expected.float(), block)
+    torch.testing.assert_close(
+        back, heads.float(), rtol=0, atol=8 * 2.0 ** (-11 if dtype == torch.float16 else -7)
+    )
 
 
 @pytest.mark.filterwarnings(
