@@ -20,7 +20,13 @@ from penstock.engine.execution.memory import (
 from penstock.engine.kernels.cpu.native import NATIVE_FORMATS, NativeUnavailable
 from penstock.engine.kernels.ops import reference_kernels
 from penstock.engine.kernels.select import check_native
-from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
+from penstock.engine.model.dtype import (
+    check_kv_heads,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    kv_dtype_name,
+)
 from penstock.engine.model.prediction import PredictionSource
 from penstock.engine.model.tensors import check_recipe, make_recipe
 from penstock.engine.planning.state_group import most_running
@@ -89,6 +95,7 @@ def estimate(
     """
     device = choose_device(options.device)
     options = options.for_device(device.type)
+    check_kv_heads(options.kv_dtype, config)
     dtype = choose_dtype(options.dtype, config, device)
     is_native = has_native and _is_native(config, options)
     kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)

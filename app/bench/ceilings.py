@@ -60,7 +60,7 @@ class Sizes:
 
     weight: float
     """Scales of quantized weights are not reckoned with."""
-    kv: int
+    kv: float
     """A number of the KV cache."""
     factor: int
     """The number that a weight is multiplied as: 4 for float32."""
@@ -74,7 +74,9 @@ class Sizes:
         Weights of fewer bytes than a bfloat16 has are quantized already, and may be multiplied as integers.
         """
         weight = 4 if dtype == "float32" else 2
-        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}.get(kv_dtype or "auto", weight)
+        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.5}.get(
+            kv_dtype or "auto", weight
+        )
         if quantize is None:
             is_quantized = stored < _LEAST_FLOAT
             return cls(stored if is_quantized else weight, kv, 1 if is_quantized else weight)

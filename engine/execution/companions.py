@@ -27,6 +27,7 @@ from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.select import check_native, native_kernels, select
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.drafts import DraftSource, SharedTokens, check_draft
+from penstock.engine.model.dtype import check_kv_heads
 from penstock.engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
 from penstock.engine.model.eagle_weights import (
     EagleFiles,
@@ -192,6 +193,7 @@ def _own_kernels(
     target: Kernels, config: ModelConfig, options: LoadOptions, say: Callable[[str], None]
 ) -> Kernels:
     """Kernels of a draft, of another shape: in the types of its target's, on their device or their threads."""
+    check_kv_heads(options.kv_dtype, config)
     if target.team is not None:
         own = native_kernels(target.team, target.embedding_dtype)
     elif target.device.type == "cpu":  # there are none for the target, which a native draft would need

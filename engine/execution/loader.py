@@ -40,7 +40,7 @@ from penstock.engine.kernels.sequence_table import SequenceTable
 from penstock.engine.kernels.state_cache import StateCache, StateLayout
 from penstock.engine.model.checkpoint import read_config
 from penstock.engine.model.drafts import DraftSource
-from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from penstock.engine.model.dtype import check_kv_heads, choose_device, choose_dtype, choose_kv_dtype
 from penstock.engine.model.files import open_files
 from penstock.engine.model.gguf.container import forget_headers
 from penstock.engine.model.quantize_cache import Checkpoint, quantized
@@ -187,6 +187,7 @@ def _kernels(
     world: World | None,
 ) -> tuple[Kernels, ExpertCounts | None]:
     """Returns the kernels that run a model, and the counts of its experts."""
+    check_kv_heads(options.kv_dtype, config)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if world is not None:
         kernels = own_kernels(kernels, world, shares_experts=options.data_parallel_attention)

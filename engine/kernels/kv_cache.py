@@ -12,35 +12,81 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import ModelConfig
+from penstock.engine.quant import rotation
 from penstock.engine.spec import LatentAttention
 
 _PAGE = 4096
 
-QUANTIZED = {"int8": torch.int8, "fp8": torch.int8}
-"""The types of a quantized cache by name: a float32 scale belongs to each head of each token.
+QUANTIZED = {"int8": torch.int8, "fp8": torch.int8, "int4": torch.uint8}
+"""The types of the elements of a quantized cache by name; `KVFormat` says what they hold.
 
-Both names mean int8. With such scales, e4m3's 3 bits of significand cost several times as much accuracy as rounding to
-int8, for the same memory and the same speed: kernels make 16 bits of either.
+int8 and fp8 both mean int8. With such scales, e4m3's 3 bits of significand cost several times as much accuracy as
+rounding to int8, for the same memory and the same speed: kernels make 16 bits of either.
 """
 LARGEST_NUMBER = 127.0
-"""The number that stands for the largest magnitude of a head in a quantized cache."""
-SCALE_BYTES = 4
-"""Bytes of a scale, which is float32."""
+"""The number that stands for the largest magnitude of a head in a cache of 8 bits."""
 MAX_TABLES = 16
 """The most block tables of a sequence."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFormat:
+    """How a cache stores numbers: as they are, or as integers with scales, which a block ends with.
+
+    Keys are spread (see `reference.rotate_and_write`) before they become integers; values are, too, if they become
+    integers of 4 bits.
+    """
+
+    dtype: torch.dtype
+    """The type of the cache's elements, which tells formats apart."""
+    numbers_per_element: int = 1
+    scale_dtype: torch.dtype | None = None
+    """None if numbers are stored as they are."""
+    group: int = 0
+    """The most neighbours in a head that share a scale; 0 if all of a head do."""
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> KVFormat:
+        """The format of a cache whose elements have this type."""
+        return _FORMATS.get(dtype) or cls(dtype=dtype)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.scale_dtype is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether an element has several numbers."""
+        return self.numbers_per_element > 1
+
+    def group_of(self, head_dim: int) -> int:
+        """The neighbours in a head of this size that share a scale: within one half of it, as they are spread."""
+        return min(self.group, rotation.block_size(head_dim // 2)) if self.group else head_dim
+
+    def takes(self, head_dim: int) -> bool:
+        """Returns whether a head of this size can be stored: groups of fewer than 16 are all scales."""
+        return not self.is_packed or self.group_of(head_dim) >= _LEAST_GROUP
+
+
+_LEAST_GROUP = 16
+_FORMATS = {
+    torch.int8: KVFormat(dtype=torch.int8, scale_dtype=torch.float32),
+    torch.uint8: KVFormat(dtype=torch.uint8, numbers_per_element=2, scale_dtype=torch.float16, group=32),
+}
+
+
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Returns whether a cache of this type has scales."""
-    return dtype == torch.int8
+    """Returns whether a cache whose elements have this type has scales."""
+    return KVFormat.of(dtype).is_quantized
 
 
 def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns one layer's cache as kernels take it: its elements, and the same memory as float32 if it is quantized.
+    """Returns one layer's cache as kernels take it: its elements, and if it is quantized, the same memory as scales.
 
     Blocks have multiples of 4 bytes.
     """
-    return layer_kv, layer_kv.view(torch.float32) if is_quantized(layer_kv.dtype) else None
+    scale_dtype = KVFormat.of(layer_kv.dtype).scale_dtype
+    return layer_kv, None if scale_dtype is None else layer_kv.view(scale_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +105,32 @@ class KVShape:
         """2 if values are kept beside keys, else 1."""
         return 1 if self.latent_size else 2
 
-    @property
-    def scales(self) -> int:
-        """The scales of a head of a token in a quantized cache: one for so many numbers of a latent as are rotated."""
-        return self.head_dim // (self.head_dim - self.latent_size) if self.latent_size else 1
+    def group(self, format: KVFormat) -> int:
+        """The neighbours that share a scale in a quantized cache: of a latent, as many as are rotated."""
+        return self.head_dim - self.latent_size if self.latent_size else format.group_of(self.head_dim)
+
+    def num_scales(self, format: KVFormat) -> int:
+        """The scales of a head of a token in a quantized cache."""
+        return self.head_dim // self.group(format)
 
     @property
     def block_elements(self) -> int:
         return self.num_kv_heads * self.block_size * self.head_dim
 
+    def number_elements(self, format: KVFormat) -> int:
+        """Elements of a cache that they take, without scales."""
+        return self.block_elements // format.numbers_per_element
+
     def stored_elements(self, dtype: torch.dtype) -> int:
         """Elements of a cache of type `dtype` that they take.
 
-        If it is quantized, the block ends with a float32 scale, or several, for each head of each token.
+        If it is quantized, the block ends with a scale, or several, for each head of each token.
         """
-        if not is_quantized(dtype):
+        format = KVFormat.of(dtype)
+        if format.scale_dtype is None:
             return self.block_elements
-        return self.block_elements + self.num_kv_heads * self.block_size * self.scales * SCALE_BYTES
+        scales = self.num_kv_heads * self.block_size * self.num_scales(format)
+        return self.number_elements(format) + scales * format.scale_dtype.itemsize // dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +257,12 @@ class KVCache:
     head_dim]. No sequence owns block 0: unused entries of block tables point to it, and what lies there is never read.
 
     If the type is int8, the numbers of a layer are followed by the bytes of float32 scales
-    [num_kv_heads, block_size], of latents [block_size, `KVShape.scales`]: an element is its number times the scale of
-    its token and head, and of its group of a latent.
+    [num_kv_heads, block_size], of latents [block_size, `KVShape.num_scales`]: an element is its number times the scale
+    of its token and head, and of its group of a latent.
+
+    If it is uint8, an element is two numbers of 4 bits, the first of them in its lower bits, and float16 scales
+    [num_kv_heads, block_size, `KVShape.num_scales`] follow: a number stands for itself less 8, times the scale of its
+    group.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import SCALE_BYTES, KVShape, is_quantized
+from penstock.engine.kernels.kv_cache import KVFormat, KVShape
 from penstock.engine.kernels.reference import PagedAttention, TokenPlaces, quantize_kv, rms_norm, rotary
 
 
@@ -50,7 +50,8 @@ def _write(layer_kv: Tensor, latents: Tensor, in_cache: Tensor, shape: KVShape) 
     if scales is None:
         stored[blocks, offsets] = latents.to(stored.dtype)
         return
-    numbers, scale = quantize_kv(torch.unflatten(latents, -1, (shape.scales, -1)))
+    group = shape.group(KVFormat.of(stored.dtype))
+    numbers, scale = quantize_kv(torch.unflatten(latents, -1, (-1, group)))
     stored[blocks, offsets] = numbers.flatten(1).to(torch.int8)
     scales[blocks, offsets] = scale.contiguous().view(torch.int8)
 
@@ -68,19 +69,18 @@ def gather_latents(stored: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.
     numbers, scales = _split_scales(stored[blocks], shape)
     if scales is not None:
         by = scales.contiguous().view(torch.float32)
-        numbers = torch.unflatten(numbers, -1, (shape.scales, -1)) * by.unsqueeze(-1)
+        numbers = torch.unflatten(numbers, -1, (by.shape[-1], -1)) * by.unsqueeze(-1)
         numbers = numbers.flatten(-2)
     return numbers.to(dtype).flatten(-3, -2).unsqueeze(-3)
 
 
 def _split_scales(stored: Tensor, shape: KVShape) -> tuple[Tensor, Tensor | None]:
     """Views of blocks [..., stored elements of a block]: [..., block_size, head_dim], and if they are quantized, the
-    bytes of their scales [..., block_size, scales * SCALE_BYTES]."""
+    bytes of their scales, [..., block_size, bytes]."""
     numbers = torch.unflatten(stored[..., : shape.block_elements], -1, (shape.block_size, -1))
-    if not is_quantized(stored.dtype):
+    if not KVFormat.of(stored.dtype).is_quantized:
         return numbers, None
-    num_bytes = shape.block_size * shape.scales * SCALE_BYTES
-    scales = stored[..., shape.block_elements : shape.block_elements + num_bytes]
+    scales = stored[..., shape.block_elements : shape.stored_elements(stored.dtype)]
     return numbers, torch.unflatten(scales, -1, (shape.block_size, -1))
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import LARGEST_NUMBER, SCALE_BYTES, KVShape, is_quantized
-from penstock.engine.quant.rotation import block_size, rotated
+from penstock.engine.kernels.kv_cache import LARGEST_NUMBER, KVFormat, KVShape, is_quantized
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
 
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
@@ -116,9 +116,9 @@ def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, in_cache: Tensor) -
     blocks, offsets = in_cache[written] // block_size, in_cache[written] % block_size
     for index, tensor in enumerate((keys[written], values[written])):
         if scales is not None:
-            numbers, scale = quantize_kv(tensor)
-            scales[index][blocks, :, offsets] = scale.unsqueeze(-1).view(torch.int8)
-            stored[index][blocks, :, offsets] = numbers.to(torch.int8)
+            numbers, scale = quantized_form(tensor, KVFormat.of(layer_kv.dtype))
+            scales[index][blocks, :, offsets] = scale.view(layer_kv.dtype)
+            stored[index][blocks, :, offsets] = numbers
         else:
             stored[index][blocks, :, offsets] = tensor.to(layer_kv.dtype)
 
@@ -140,6 +140,30 @@ def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.round_(), scale.squeeze(-1)
 
 
+def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The form of keys or values [..., head_dim] in a cache of 4 bits.
+
+    Returns:
+        Integers from -8 to 7 in float32 [..., head_dim / group, group], rounded half to even, and the float16 scale
+        [..., head_dim / group] of each group: its number of the largest magnitude, with its sign, / -8.
+    """
+    groups = torch.unflatten(x.float(), -1, (-1, group))
+    high, low = groups.amax(-1), groups.amin(-1)
+    scale = (torch.where(high >= -low, high, low) / -8).to(torch.float16)
+    numbers = (groups / scale.float().unsqueeze(-1)).clamp_(-8, 7).nan_to_num_(nan=0.0)
+    return numbers.round_(), scale
+
+
+def quantized_form(x: Tensor, format: KVFormat) -> tuple[Tensor, Tensor]:
+    """The elements and scales that a cache of this format stores of keys or values [T, num_kv_heads, head_dim]."""
+    if not format.is_packed:
+        numbers, scale = quantize_kv(x)
+        return numbers.to(format.dtype), scale.unsqueeze(-1)
+    numbers, scales = quantize_groups(x, format.group_of(x.shape[-1]))
+    pairs = torch.unflatten((numbers.flatten(-2) + 8).to(format.dtype), -1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, scales
+
+
 def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) -> Tensor:
     """Returns the keys (or values) of some blocks.
 
@@ -152,23 +176,29 @@ def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) 
         scales, rounded once.
     """
     stored, scales = _split_scales(half[blocks], shape.num_kv_heads, shape.head_dim)
-    found = stored.new_empty(stored.transpose(-4, -3).shape, dtype=dtype)
-    found.copy_(stored.transpose(-4, -3))
-    if scales is not None:
-        found.mul_(scales.contiguous().view(torch.float32).transpose(-4, -3))
+    stored, format = stored.transpose(-4, -3), KVFormat.of(half.dtype)
+    if format.is_packed:
+        stored = torch.stack((stored & 15, stored >> 4), -1).flatten(-2).to(torch.int8) - 8
+    found = stored.new_empty(stored.shape, dtype=dtype)
+    found.copy_(stored)
+    if scales is not None and format.scale_dtype is not None:
+        by = scales.contiguous().view(format.scale_dtype).transpose(-4, -3)
+        torch.unflatten(found, -1, (by.shape[-1], -1)).mul_(by.unsqueeze(-1))
     return found.flatten(-3, -2)
 
 
 def _split_scales(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, head_dim], and if they are
-    quantized, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]."""
-    if not is_quantized(kv.dtype):
+    """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, elements of a head], and if
+    they are quantized, the bytes of their scales [..., num_kv_heads, block_size, bytes]."""
+    format = KVFormat.of(kv.dtype)
+    if format.scale_dtype is None:
         return torch.unflatten(kv, -1, (num_kv_heads, -1, head_dim)), None
-    num_numbers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
-    numbers, scales = kv[..., :num_numbers], kv[..., num_numbers:]
+    elements = head_dim // format.numbers_per_element
+    scale_bytes = head_dim // format.group_of(head_dim) * format.scale_dtype.itemsize
+    num_elements = kv.shape[-1] // (elements + scale_bytes) * elements
     return (
-        torch.unflatten(numbers, -1, (num_kv_heads, -1, head_dim)),
-        torch.unflatten(scales, -1, (num_kv_heads, -1, SCALE_BYTES)),
+        torch.unflatten(kv[..., :num_elements], -1, (num_kv_heads, -1, elements)),
+        torch.unflatten(kv[..., num_elements:], -1, (num_kv_heads, -1, scale_bytes)),
     )
 
 
@@ -190,9 +220,10 @@ def rotate_and_write(
     Queries and keys go through `rms_norm` over each head, or over all heads as one row (if the model has these norms),
     then `rotary`, or the other way round; keys and values are stored in their places.
 
-    Before keys are rounded to 8 bits they are spread: both halves of a head go through `quant.rotation.rotated`, or
-    else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and the
-    products stay the same. Values have no such channels.
+    Before keys are rounded to 8 or 4 bits they are spread: both halves of a head go through `quant.rotation.rotated`,
+    or else a few large channels would leave few bits to all others. So do queries, divided by the size of a block, and
+    the products stay the same. Values are spread before they are rounded to 4 bits, and what is attended to them is
+    spread back; 8 bits are enough without.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
@@ -227,6 +258,8 @@ def rotate_and_write(
         block = block_size(shape.head_dim // 2)
         queries = (rotated(queries.float(), block) / block).to(queries.dtype)
         keys = rotated(keys.float(), block)
+        if layer_kv is not None and KVFormat.of(layer_kv.dtype).is_packed:
+            values = rotated(values.float(), block)
     if layer_kv is not None:
         write_kv(layer_kv, keys, values, places.in_cache)
     return queries.contiguous()
@@ -237,6 +270,12 @@ def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.numel() == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
+
+
+def spread_back(attended: Tensor) -> Tensor:
+    """[T, heads, head_dim], attended to values that were spread, as if they had not been."""
+    block = block_size(attended.shape[-1] // 2)
+    return (rotated_back(attended.float(), block) / block).to(attended.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +338,8 @@ class PagedAttention:
             attended[tile.rows] = self._attend(
                 queries[tile.rows], layer_kv, blocks, tile.positions, window, scale, softcap, sinks, first
             )
+        if KVFormat.of(layer_kv.dtype).is_packed:
+            attended = spread_back(attended)
         return attended.flatten(1)
 
     def _attend(

@@ -7,7 +7,8 @@ import torch
 from penstock.engine.config import ModelConfig
 from penstock.engine.errors import CheckpointError
 from penstock.engine.kernels.cpu.levels import multiplies_bfloat16
-from penstock.engine.kernels.kv_cache import QUANTIZED, is_quantized
+from penstock.engine.kernels.kv_cache import QUANTIZED, KVFormat, is_quantized
+from penstock.engine.spec import LatentAttention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, **QUANTIZED}
@@ -57,9 +58,27 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     if device.type == "cuda" and dtype != own and not is_quantized(dtype):
         own_name = str(own).removeprefix("torch.")
         raise CheckpointError(
-            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}, or int8"
+            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}, int8 or int4"
         )
     return dtype
+
+
+def check_kv_heads(wanted: str, config: ModelConfig) -> None:
+    """Checks that a cache of the type of this name can store a model's heads.
+
+    Raises:
+        CheckpointError: it cannot; the message names another type that can.
+    """
+    if wanted == "auto" or not KVFormat.of(KV_DTYPES[wanted]).is_packed:
+        return
+    for attention in config.attentions:
+        if isinstance(attention, LatentAttention):
+            raise CheckpointError(f"--kv-dtype {wanted} is not served for latent attention; int8 is")
+        if not KVFormat.of(KV_DTYPES[wanted]).takes(attention.head_dim):
+            raise CheckpointError(
+                f"--kv-dtype {wanted} is served for heads of a multiple of 32 numbers, and these have "
+                f"{attention.head_dim}; int8 is served for all"
+            )
 
 
 def kv_dtype_name(dtype: torch.dtype) -> str:

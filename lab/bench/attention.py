@@ -21,6 +21,7 @@ from penstock.engine.cores import num_cores
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team, load_library
 from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.model.dtype import KV_DTYPES
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.ops import Heads, Op, Program
 from penstock.engine.program.parameters import AttentionWeights
@@ -115,7 +116,7 @@ def main() -> None:
                 max(measure_peak(team, name) for name in ("fma8", "fma16")),
                 measure_memory(team),
             )
-            bench = AttentionBench(team, shape, getattr(torch, kv), max(arguments.contexts))
+            bench = AttentionBench(team, shape, KV_DTYPES[kv], max(arguments.contexts))
             for context in arguments.contexts:
                 seconds = bench.median_s(min(PROMPT, context), context, arguments.seconds)
                 rate = bench.flop(min(PROMPT, context), context) / seconds / 1e9

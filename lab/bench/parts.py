@@ -17,6 +17,7 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLinear, Team
+from penstock.engine.kernels.kv_cache import KVFormat
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.program.interpreter import Interpreter
@@ -166,8 +167,9 @@ class StepParts:
         heads, last = config.spec.attentions, config.spec.last_with_keys
         pairs = sum(own.q_size * (end if number >= last else seen) for number, own in heads.items())
         numbers = 2 * sum(own.kv_size for own in heads.values()) * case.sequences * end
-        size = self.model.kv.data.dtype.itemsize
-        factor_bytes = max(size, 2)  # no kernel multiplies keys and values in 8 bits
+        format = KVFormat.of(self.model.kv.data.dtype)
+        size = format.dtype.itemsize / format.numbers_per_element
+        factor_bytes = max(format.dtype.itemsize, 2)  # no kernel multiplies keys and values in fewer bits
         return Work(4 * case.sequences * pairs, numbers * size, factor_bytes)
 
     def _states(self, case: Case) -> dict[str, Work]:

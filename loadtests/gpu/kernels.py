@@ -21,7 +21,15 @@ from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.fields import Fields
 from penstock.engine.kernels import ops
 from penstock.engine.kernels.batch import Batch, blank_batch
-from penstock.engine.kernels.kv_cache import QUANTIZED, KVCache, KVLayout, KVShape, is_quantized
+from penstock.engine.kernels.kv_cache import (
+    QUANTIZED,
+    KVCache,
+    KVFormat,
+    KVLayout,
+    KVShape,
+    is_quantized,
+    numbers_and_scales,
+)
 from penstock.engine.kernels.ops import Kernels
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.select import select
@@ -188,9 +196,12 @@ def _scattered(
     layout = KVLayout.even(bench.shape, num_layers)
     kv = KVCache(layout, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
     if is_quantized(bench.kernels.kv_dtype):
-        kv.data.view(torch.int8).random_()
-        num_scales = bench.shape.num_kv_heads * BLOCK_SIZE
-        kv.data.view(torch.float32)[..., -num_scales:] = 0.01
+        kv.data.random_()
+        format = KVFormat.of(bench.kernels.kv_dtype)
+        _, scales = numbers_and_scales(kv.data)
+        assert scales is not None
+        num_scales = bench.shape.num_kv_heads * BLOCK_SIZE * bench.shape.num_scales(format)
+        scales[..., -num_scales:] = 0.01
     else:
         kv.data.normal_()
     order = torch.randperm(num_sequences * per_sequence, generator=torch.Generator().manual_seed(0)) + 1

@@ -61,6 +61,7 @@ TABLE = [
     ("serve --threads 1000000", "--threads: must be at most"),
     ("serve --numa 999", "--numa: must be a NUMA node that has a core which this process may use"),
     ("serve --dtype int3", "--dtype"),
+    ("serve --kv-dtype int3", "--kv-dtype"),
     ("serve --quantize int3", "--quantize"),
     ("serve --quantize-group-size 64", "quantize_group_size 64 needs quantize"),
     ("serve --kv-memory much", "--kv-memory: must be a size like 2GiB"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.app.estimate import card_rows, card_table, estimate
 from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
 from penstock.engine.execution.memory import (
     DraftSize,
     GpuMemory,
@@ -49,6 +50,15 @@ def test_an_estimate_needs_no_kernels_and_a_cache_in_fp8_is_one_in_int8(kv_dtype
         CONFIG, stored_in(torch.float16), Recipe(quantization=Quantization("int8"))
     )
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
+
+
+def test_a_cache_of_4_bits_has_a_scale_of_16_bits_for_each_group() -> None:
+    options = LoadOptions(device="cpu", dtype="float16", kv_dtype="int4")
+    sizes = estimate(parse_config(Fields("config.json", make_config("mistral"))), options)
+    assert sizes.kv_dtype == "int4"
+    assert sizes.kv_of_a_token == 3 * 2 * 2 * (32 // 2 + 2 * 2)
+    with pytest.raises(CheckpointError, match="--kv-dtype int4 is served for heads of a multiple of 32 numbers"):
+        estimate(CONFIG, options)
 
 
 @given(st.integers(1, 1 << 38), st.floats(0.3, 1), st.integers(1, 300))

@@ -41,7 +41,8 @@ class NoisyReference:
 
     Attributes:
         unit: of the dtype in which activations are kept.
-        kv_dtype: that in which keys and values are; int8 with a scale for every head of a token.
+        kv_dtype: that in which keys and values are; int8 with a scale for every head of a token, uint8 for numbers of
+            4 bits.
         read_as: the dtype to which linear maps round what they are given; int8 with a scale for every row.
         attends_in: the dtype to which attention rounds queries and weights.
     """
@@ -76,9 +77,9 @@ class NoisyReference:
         return x + (rounded + summed) * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def stored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounds x to a dtype; int8 has a scale for every row."""
-        is_integer = dtype == torch.int8
-        step = x.abs().amax(-1, keepdim=True) / 254 if is_integer else unit_of(dtype) * x.abs()
+        """Rounds x to a dtype; int8 has a scale for every row, and so has uint8, which stands for 4 bits, at most."""
+        steps = {torch.int8: 254, torch.uint8: 14}.get(dtype)
+        step = x.abs().amax(-1, keepdim=True) / steps if steps else unit_of(dtype) * x.abs()
         return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def read(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@
 #include "attention_floats.h"
 #include "attention_integers.h"
 #include "attention_latents.h"
+#include "attention_packed.h"
 #include "attention_vectors.h"
 
 namespace penstock {
@@ -64,22 +65,27 @@ void end_segment(const Rows<Operand>& rows) {
         merge(rows.record(r), rows.value_dim, rows.peak[r], total_of(rows, r), rows.out + r * rows.out_stride);
 }
 
-inline void finish_row(const AttentionStep& step, const Task& task, const HeadRange& heads, int row, float total,
+template <class W>
+void finish_row(const AttentionStep& step, const Task& task, const HeadRange& heads, int row, float total,
                        const float* sums) {
     const Shape& shape = *step.shape;
     float* out = step.out + (task.token + row / heads.count) * step.ldo + (heads.first + row % heads.count) * shape.head_dim;
     for (int i = 0; i < shape.value_dim(); i += kLanes) store(out + i, load(sums + i) / splat(total));
+    if constexpr (kIsPacked<W>) {  // values were spread
+        rotate_back(out, shape.head_dim, shape.spread());
+        multiply(out, shape.head_dim, 1.0f / static_cast<float>(shape.spread()));
+    }
 }
 
-template <class Operand>
+template <class W, class Operand>
 void finish_rows(const AttentionStep& step, const Task& task, const HeadRange& heads, const Rows<Operand>& rows,
                  bool has_records) {
     for (int r = 0; r < rows.count; r++) {
         const float* record = rows.record(r);
         if (has_records)
-            finish_row(step, task, heads, r, record[1], record + kRecordStart);
+            finish_row<W>(step, task, heads, r, record[1], record + kRecordStart);
         else
-            finish_row(step, task, heads, r, total_of(rows, r), rows.out + r * rows.out_stride);
+            finish_row<W>(step, task, heads, r, total_of(rows, r), rows.out + r * rows.out_stride);
     }
 }
 
@@ -101,7 +107,7 @@ class TaskHeads {
 };
 
 // Leaves a segment's records. Whoever leaves the last merges those of all.
-template <class RowsOf>
+template <class W, class RowsOf>
 void finish_split(const AttentionStep& step, const Task& task, const TaskHeads& heads, const RowsOf& rows) {
     Split& split = *task.split;
     const int d = step.shape->value_dim(), count = rows(0).count;
@@ -121,7 +127,7 @@ void finish_split(const AttentionStep& step, const Task& task, const TaskHeads& 
                 const float* other = record + i * by_segment;
                 merge(record, d, other[0], other[1], other + kRecordStart);
             }
-            finish_row(step, task, heads.range(head), r, record[1], record + kRecordStart);
+            finish_row<W>(step, task, heads.range(head), r, record[1], record + kRecordStart);
         }
 }
 
@@ -140,7 +146,7 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
     const auto rows = [&](int head) { return buffers.part(head * padded, count); };
     const auto history = [&](int head) { return History<W>(step, task, heads.kv_head(head), end); };
     for (int b = lowest; b < lowest + kSpanBlocks; b++)
-        fetch(history(0).keys(b).elements, 0, shape.head_elements() * sizeof(W));
+        fetch(history(0).keys(b).elements, 0, stored_elements<W>(shape) * sizeof(W));
     Products::begin(count);
     for (int head = 0; head < heads.kv_heads(); head++)
         start_rows(step, task, heads.range(head), rows(head), begin / kSegment);
@@ -161,15 +167,16 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
             Products::advance(rows(head), span, tokens, scratch);
         }
     }
-    if (task.split) return finish_split(step, task, heads, rows);
+    if (task.split) return finish_split<W>(step, task, heads, rows);
     for (int head = 0; head < heads.kv_heads(); head++) {
         if (has_records) end_segment(rows(head));
-        finish_rows(step, task, heads.range(head), rows(head), has_records);
+        finish_rows<W>(step, task, heads.range(head), rows(head), has_records);
     }
 }
 
 template <class W>
-using UntiledProducts = std::conditional_t<std::is_same_v<W, Int8>, IntegerProducts, FloatProducts<W>>;
+using UntiledProducts = std::conditional_t<std::is_same_v<W, Int8>, IntegerProducts,
+                                           std::conditional_t<kIsPacked<W>, PackedProducts, FloatProducts<W>>>;
 
 template <class W>
 void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
@@ -218,6 +225,7 @@ extern template Attention attention_of<float>();
 extern template Attention attention_of<Half>();
 extern template Attention attention_of<BFloat>();
 extern template Attention attention_of<Int8>();
+extern template Attention attention_of<Int4Pair>();
 extern template Attention latents_of<float>();
 extern template Attention latents_of<Half>();
 extern template Attention latents_of<BFloat>();
@@ -226,7 +234,8 @@ extern template Attention latents_of<Int8>();
 inline Attention attention_over(Type kv_type, bool is_latent) {
     return with_kv_type(kv_type, [&](auto* w) {
         typedef std::remove_pointer_t<decltype(w)> W;
-        return is_latent ? latents_of<W>() : attention_of<W>();
+        if constexpr (kIsPacked<W>) return attention_of<W>();  // of latents there is no such cache
+        else return is_latent ? latents_of<W>() : attention_of<W>();
     });
 }
 

@@ -111,7 +111,7 @@ class LatentProducts<GroupedInt8> {
                         AttentionScratch& scratch) {
         Span<float> floats;
         const int elements = rows.head_dim * kBlockTokens;
-        float* to = reinterpret_cast<float*>(scratch.blocks.get());
+        float* to = scratch.blocks.get();
         floats.blocks = span.blocks;
         for (int b = 0; b < span.blocks; b++, to += elements) {
             floats.keys[b] = to;

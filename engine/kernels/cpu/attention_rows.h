@@ -153,7 +153,7 @@ constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48,
 struct AttentionScratch {
     Buffer<float> q, out, scores, peak, total, records, operand_scales;
     Buffer<int32_t> first, limit;
-    Buffer<BFloat> blocks;  // keys and values of a span
+    Buffer<float> blocks;  // keys and values of a span, in the type that is multiplied
     Buffer<SpanScales> scales;
 
     // For heads of this size and smaller ones, and for groups as large.
@@ -168,7 +168,7 @@ struct AttentionScratch {
         limit = allocate<int32_t>(rows);
         records = allocate<float>(rows * record_size(head_dim));
         operand_scales = allocate<float>(2 * rows);
-        blocks = allocate<BFloat>(2 * kSpan * depth);
+        blocks = allocate<float>(2 * kSpan * depth);
         scales = allocate<SpanScales>(1);
     }
 

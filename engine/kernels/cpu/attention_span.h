@@ -18,8 +18,8 @@ struct Span {
     int blocks;
     const W* keys[kSpanBlocks];
     const W* values[kSpanBlocks];
-    const float* key_scales[kSpanBlocks];
-    const float* value_scales[kSpanBlocks];
+    const ScaleOf<W>* key_scales[kSpanBlocks];
+    const ScaleOf<W>* value_scales[kSpanBlocks];
     const char* fetched_values[kSpanBlocks + 1];
     const char* fetched_keys[kSpanBlocks];
 };

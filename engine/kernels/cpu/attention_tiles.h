@@ -154,10 +154,12 @@ class TileProducts {
           depth_(divide_up(head_dim, kTileDepth) * kTileDepth),
           columns_(divide_up(value_dim, kTileHeight)),
           scales_(gather_scales(span, tokens, scratch)),
-          values_(scratch.blocks.get() + kSpan * depth_) {
+          values_(operands_in(scratch) + kSpan * depth_) {
         for (int b = 0; b < span.blocks; b++)
-            keys_[b] = bring_keys(b, scratch.blocks.get() + b * kBlockTokens * depth_);
+            keys_[b] = bring_keys(b, operands_in(scratch) + b * kBlockTokens * depth_);
     }
+
+    static BFloat* operands_in(AttentionScratch& scratch) { return reinterpret_cast<BFloat*>(scratch.blocks.get()); }
 
     // The keys of a block where they are, or if they need a conversion or padding, in the scratch.
     const BFloat* bring_keys(int b, BFloat* to) const {

@@ -51,6 +51,7 @@ _BEYOND_FLOATS = ("-mavxvnni", "-mavx512vnni", *_BEYOND_BYTES)
 UNUSED_FLAGS = {
     "attention_f16": _BEYOND_FLOATS,
     "attention_f32": _BEYOND_FLOATS,
+    "attention_int4": _BEYOND_FLOATS,
     "gemm_integers_1": _BEYOND_BYTES,
     "gemm_integers_2": _BEYOND_BYTES,
     "gemm_integers_4": _BEYOND_BYTES,

@@ -9,7 +9,9 @@
 //
 // bfloat16 and int8 are multiplied by tiles where the build has them, int8 by integers elsewhere. In int8, the integers
 // of all kv heads are followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token
-// and head.
+// and head. In 4 bits, an element is two numbers of a token, eight apart, so that 16 neighbours are eight elements, keys and
+// values are [head_dim / 2][16 tokens] and [16 tokens][head_dim / 2], and float16 scales [kv head][groups][16 tokens] follow.
+// Products are those of floats, on every level.
 //
 // A layer of latents has one plane and no heads: a token's numbers lie as keys do, and the first of them are its value, too.
 // Products with values take them from there, some columns at a time. In int8, as many neighbours as are rotated share a
@@ -26,6 +28,7 @@
 namespace penstock {
 
 constexpr int kBlockTokens = 16;
+constexpr int kMostGroup = 32;  // numbers of 4 bits that share a scale
 
 // The heads of one layer's attention, and what becomes of queries and keys before it.
 struct Shape {
@@ -53,6 +56,7 @@ struct Shape {
     int value_dim() const { return latent ? latent : head_dim; }
     int q_size() const { return num_heads * head_dim; }
     int spread() const { return std::min(kMostRotated, head_dim / 2 & -(head_dim / 2)); }  // inputs of a rotated block
+    int group_of_scales() const { return std::min(kMostGroup, spread()); }  // of 4 bits: numbers that share one
     int kv_size() const { return num_kv_heads * head_dim; }
     size_t head_elements() const { return static_cast<size_t>(head_dim) * kBlockTokens; }  // of a block
 };
@@ -63,14 +67,21 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
+// Two numbers of 4 bits, eight apart, the first in the lower bits.
+struct Int4Pair {
+    uint8_t both;
+};
+
 // A number of a latent in int8.
 struct GroupedInt8 {
     int8_t value;
 };
 
-// Whether a storage type of the cache comes with a scale of each head, is multiplied by tiles, and lies in pairs.
+// Whether a storage type of the cache comes with scales, is multiplied by tiles, and lies in pairs.
 template <class W>
-constexpr bool kIsScaled = std::is_same_v<W, Int8>;
+constexpr bool kIsPacked = std::is_same_v<W, Int4Pair>;
+template <class W>
+constexpr bool kIsScaled = std::is_same_v<W, Int8> || kIsPacked<W>;
 template <class W>
 constexpr bool kIsTiled = kHasTiles && (std::is_same_v<W, BFloat> || std::is_same_v<W, Int8>);
 template <class W>
@@ -80,24 +91,35 @@ constexpr bool kIsPaired = kIsTiled<W> || std::is_same_v<W, Int8>;
 template <class Function>
 auto with_kv_type(Type type, Function function) {
     if (type == Type::int8) return function(static_cast<Int8*>(nullptr));
+    if (type == Type::int4) return function(static_cast<Int4Pair*>(nullptr));
     return with_type(type, function);
+}
+
+template <class W>
+using ScaleOf = std::conditional_t<kIsPacked<W>, Half, float>;
+
+// Elements of one kv head in a block, keys or values.
+template <class W>
+size_t stored_elements(const Shape& shape) {
+    return kIsPacked<W> ? shape.head_elements() / 2 : shape.head_elements();
 }
 
 // What one kv head has in a block, keys or values.
 template <class W>
 struct HeadInBlock {
     W* elements;
-    float* scales;  // of the 16 tokens, where the type has them
+    ScaleOf<W>* scales;  // of the 16 tokens, where the type has them; of 4 bits, of each group
 
     // `start` is that of the block's keys, or values, of one layer.
     HeadInBlock(char* start, const Shape& shape, int kv_head) {
-        elements = reinterpret_cast<W*>(start) + kv_head * shape.head_elements();
-        W* end = reinterpret_cast<W*>(start) + shape.num_kv_heads * shape.head_elements();
-        scales = reinterpret_cast<float*>(end) + kv_head * kBlockTokens;
+        elements = reinterpret_cast<W*>(start) + kv_head * stored_elements<W>(shape);
+        W* end = reinterpret_cast<W*>(start) + shape.num_kv_heads * stored_elements<W>(shape);
+        const int groups = kIsPacked<W> ? shape.head_dim / shape.group_of_scales() : 1;
+        scales = reinterpret_cast<ScaleOf<W>*>(end) + kv_head * groups * kBlockTokens;
     }
 };
 
-// The place of element i of the token at an offset in a block.
+// The place of element i of the token at an offset in a block, which has head_dim of a head, or half as many pairs.
 template <class W>
 PENSTOCK_INLINE int key_place(int i, int offset) {
     return kIsPaired<W> ? i / 2 * 2 * kBlockTokens + 2 * offset + i % 2 : i * kBlockTokens + offset;
@@ -105,6 +127,7 @@ PENSTOCK_INLINE int key_place(int i, int offset) {
 
 template <class W>
 PENSTOCK_INLINE int value_place(int i, int offset, int head_dim) {
+    if (kIsPacked<W>) return offset * head_dim / 2 + i;
     return kIsPaired<W> ? offset / 2 * 2 * head_dim + 2 * i + offset % 2 : offset * head_dim + i;
 }
 
@@ -240,14 +263,40 @@ void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int of
     }
 }
 
+// A group becomes integers of 4 bits: as `quantize_groups` in kernels/reference.py does. Returns their scale.
+inline Half round_group(const float* x, int n, Int4Pair* out) {
+    float low = 0.0f, high = 0.0f;
+    bool is_number = true;
+    for (int i = 0; i < n; i++) low = std::min(low, x[i]), high = std::max(high, x[i]), is_number &= x[i] == x[i];
+    const Half scale = from_float<Half>(is_number ? (high >= -low ? high : low) / -8.0f : std::nanf(""));
+    const float divisor = to_float(scale);
+    const auto number = [&](float y) __attribute__((always_inline)) {
+        const float integer = is_number && divisor != 0.0f ? std::nearbyint(y / divisor) : 0.0f;
+        return static_cast<int>(std::min(std::max(-8.0f, integer), 7.0f)) + 8;
+    };
+    for (int i = 0; i < n; i += 16)
+        for (int j = i; j < i + 8; j++) *out++ = {static_cast<uint8_t>(number(x[j]) | number(x[j + 8]) << 4)};
+    return scale;
+}
+
+// Writes a head as above, in groups of so many numbers; place(i) is where pair i goes.
+template <class Place>
+void write_groups(const float* x, int head_dim, int group, const HeadInBlock<Int4Pair>& head, int offset, Place place) {
+    Int4Pair pairs[kMostGroup / 2];
+    for (int start = 0; start < head_dim; start += group) {
+        head.scales[start / group * kBlockTokens + offset] = round_group(x + start, group, pairs);
+        for (int i = 0; i < group / 2; i++) head.elements[place(start / 2 + i)] = pairs[i];
+    }
+}
+
 // What scores are multiplied by: softmax is in powers of 2; scores that are capped come to that later.
 inline float score_scale(const Shape& shape, int position) {
     const float scale = (shape.softcap > 0.0f ? 1.0f / shape.softcap : 1.44269504088896341f) / shape.divisor;
     return scale * (shape.q_scales ? shape.q_scales[position] : 1.0f);
 }
 
-// One token's queries in place (ready to be multiplied with keys), its keys and values into the cache. Keys of 8 bits are
-// spread before they are rounded, and so are queries: see rotate_and_write in kernels/reference.py.
+// One token's queries in place (ready to be multiplied with keys), its keys and values into the cache. Keys of 8 and 4 bits
+// are spread before they are rounded, and so are queries, and values of 4 bits: see rotate_and_write in kernels/reference.py.
 template <class W>
 void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
@@ -265,9 +314,16 @@ void place_token(const AttentionStep& step, int token, size_t block) {
         if (shape.v_norm) rms_norm(values + h * d, shape.v_norm, d, shape.eps, values + h * d);
         const HeadInBlock<W> k(step.keys + block * step.stride, shape, h);
         const HeadInBlock<W> v(step.values + block * step.stride, shape, h);
-        write_head(keys + h * d, d, k, offset, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); });
-        write_head(values + h * d, d, v, offset,
-                   [&](int i) __attribute__((always_inline)) { return value_place<W>(i, offset, d); });
+        const auto of_keys = [&](int i) __attribute__((always_inline)) { return key_place<W>(i, offset); };
+        const auto of_values = [&](int i) __attribute__((always_inline)) { return value_place<W>(i, offset, d); };
+        if constexpr (kIsPacked<W>) {
+            rotate(values + h * d, d, spread, values + h * d);
+            write_groups(keys + h * d, d, shape.group_of_scales(), k, offset, of_keys);
+            write_groups(values + h * d, d, shape.group_of_scales(), v, offset, of_values);
+        } else {
+            write_head(keys + h * d, d, k, offset, of_keys);
+            write_head(values + h * d, d, v, offset, of_values);
+        }
     }
 }
 

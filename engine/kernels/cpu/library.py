@@ -24,7 +24,7 @@ from penstock.engine.kernels.cpu import prebuilt, structs
 from penstock.engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
 from penstock.engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 4}
 """The storage types of the kernels."""
 
 ERRORS = {

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVShape, numbers_and_scales
+from penstock.engine.kernels.kv_cache import KVFormat, KVShape, numbers_and_scales
 from penstock.engine.kernels.triton import attention_segments as segmenting
 from penstock.engine.kernels.triton import attention_tiling as tilings
 from penstock.engine.kernels.triton.attention_kernels import decode_attention_kernel, prefill_attention_kernel
@@ -36,6 +36,7 @@ from penstock.engine.kernels.triton.attention_segments import (
     reduce_segments_kernel,
 )
 from penstock.engine.kernels.triton.attention_tiling import Chip, KVHead, Tiling
+from penstock.engine.kernels.triton.rotary import spread_back
 
 
 class Workspace:
@@ -194,6 +195,7 @@ class TritonAttention:
         batch, workspace, segments = self._batch, self._workspace, self._workspace.segments[window]
         tables = batch.block_tables if block_tables is None else block_tables
         numbers, scales = numbers_and_scales(layer_kv)
+        format = KVFormat.of(layer_kv.dtype)
         arguments = (
             *(attended, queries, numbers, scales, sinks, tables, batch.query_starts, batch.context_lens),
             *(queries.stride(0), numbers.stride(0), tables.stride(0)),
@@ -205,6 +207,7 @@ class TritonAttention:
             "SOFTCAP": softcap,
             "BLOCK_SIZE": self._block_size,
             "BLOCK_STRIDE": layer_kv.stride(1),
+            "SHARING": format.group_of(head_dim) if format.is_packed else 0,
             "WINDOWED": window != 0,
             "CHUNK": max(0, -window),
             "FIRST": first,
@@ -236,6 +239,8 @@ class TritonAttention:
             prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads * row_tiles)](
                 *arguments, self._num_sequences, window, **constants, BLOCK_Q=block_queries, **tiling.options
             )
+        if format.is_packed:
+            spread_back(attended, head_dim)
         return attended
 
     def _reduction_of(self, rows: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.engine.kernels.triton.attention_segments import is_last_to_store, reduce_segments, visible_tiles
-from penstock.engine.kernels.triton.numbers import of_int8
+from penstock.engine.kernels.triton.numbers import of_4_bits, of_int8
 
 FOLDED = tl.constexpr(64.0)
 """The factor of the weights of values in int8, by which their sums are divided.
@@ -57,6 +57,7 @@ def decode_attention_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    SHARING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -103,8 +104,8 @@ def decode_attention_kernel(
     num_tiles, segment = end_tile - first_tile, item - first_item
     top, total = _start_rows(sinks, rows, kv_head, segment == 0, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED)
+    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM // (2 if SHARING else 1))
+    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED, SHARING)
     summed, top, total = _fold_tiles(
         summed,
         top,
@@ -115,7 +116,7 @@ def decode_attention_kernel(
         keys,
         keys + values_offset,
         key_scales,
-        _scales_of_values(key_scales, values_offset, ROTATED),
+        _scales_of_values(key_scales, values_offset, ROTATED, SHARING),
         block_tables + sequence.to(tl.int64) * table_stride,
         first_tile + num_tiles * segment // num_segments,
         first_tile + num_tiles * (segment + 1) // num_segments,
@@ -125,6 +126,7 @@ def decode_attention_kernel(
         SCALE,
         SOFTCAP,
         BLOCK_STRIDE,
+        SHARING,
         BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_D,
@@ -135,7 +137,7 @@ def decode_attention_kernel(
         FIRST,
         True,
     )
-    if _scales_of_values(key_scales, values_offset, ROTATED) is not None:
+    if SHARING == 0 and _scales_of_values(key_scales, values_offset, ROTATED, SHARING) is not None:
         summed *= 1 / FOLDED
     if num_segments == 1:
         _store_rows(
@@ -196,6 +198,7 @@ def prefill_attention_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    SHARING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -228,8 +231,8 @@ def prefill_attention_kernel(
     positions = first_position + rows // GROUP
     top, total = _start_rows(sinks, rows, kv_head, True, GROUP, BLOCK_M)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED)
+    keys = layer_kv if ROTATED else layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM // (2 if SHARING else 1))
+    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, ROTATED, SHARING)
     table = block_tables + sequence.to(tl.int64) * table_stride
     ALL_MASKED: tl.constexpr = WINDOWED or FIRST > 0
     full_tiles = first_tile if ALL_MASKED else tl.maximum(first_position + 1, 0) // TILE
@@ -245,7 +248,7 @@ def prefill_attention_kernel(
                 keys,
                 keys + values_offset,
                 key_scales,
-                _scales_of_values(key_scales, values_offset, ROTATED),
+                _scales_of_values(key_scales, values_offset, ROTATED, SHARING),
                 table,
                 full_tiles if masked else first_tile,
                 end_tile if masked else full_tiles,
@@ -255,6 +258,7 @@ def prefill_attention_kernel(
                 SCALE,
                 SOFTCAP,
                 BLOCK_STRIDE,
+                SHARING,
                 BLOCK_SIZE,
                 HEAD_DIM,
                 BLOCK_D,
@@ -265,7 +269,7 @@ def prefill_attention_kernel(
                 FIRST,
                 masked == 1,
             )
-    if _scales_of_values(key_scales, values_offset, ROTATED) is not None:
+    if SHARING == 0 and _scales_of_values(key_scales, values_offset, ROTATED, SHARING) is not None:
         summed *= 1 / FOLDED
     # Read again: the inputs of the queries' places would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
@@ -295,6 +299,7 @@ def _fold_tiles(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    SHARING: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -330,18 +335,38 @@ def _fold_tiles(
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         else:
             blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * (HEAD_DIM + ROTATED)
-        places = rows[:, None] + dims
-        if HEAD_DIM < BLOCK_D:
-            wanted = exists[:, None] & (dims < HEAD_DIM)
-            key = tl.load(keys + places, mask=wanted, other=0.0)
-            value = key if ROTATED else tl.load(values + places, mask=wanted, other=0.0)
-        elif MASKED:
-            key = tl.load(keys + places, mask=exists[:, None], other=0.0)
-            value = key if ROTATED else tl.load(values + places, mask=exists[:, None], other=0.0)
+        if SHARING > 0:
+            first = blocks * (BLOCK_STRIDE // 2) + tokens % BLOCK_SIZE * (HEAD_DIM // SHARING)
+            rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * (HEAD_DIM // 2)
+            key = _unpacked(
+                keys, key_scales, rows, first, exists, query.dtype, HEAD_DIM, BLOCK_D, SHARING, TILE, MASKED
+            )
+            value = _unpacked(
+                values,
+                value_scales,
+                rows,
+                first,
+                exists,
+                query.dtype,
+                HEAD_DIM,
+                BLOCK_D,
+                SHARING,
+                TILE,
+                MASKED,
+            )
         else:
-            key = tl.load(keys + places)
-            value = key if ROTATED else tl.load(values + places)
+            rows = blocks * BLOCK_STRIDE + tokens % BLOCK_SIZE * (HEAD_DIM + ROTATED)
+            places = rows[:, None] + dims
+            if HEAD_DIM < BLOCK_D:
+                wanted = exists[:, None] & (dims < HEAD_DIM)
+                key = tl.load(keys + places, mask=wanted, other=0.0)
+                value = key if ROTATED else tl.load(values + places, mask=wanted, other=0.0)
+            elif MASKED:
+                key = tl.load(keys + places, mask=exists[:, None], other=0.0)
+                value = key if ROTATED else tl.load(values + places, mask=exists[:, None], other=0.0)
+            else:
+                key = tl.load(keys + places)
+                value = key if ROTATED else tl.load(values + places)
         if ROTATED:
             turned_key = _turned(keys + rows[:, None] + HEAD_DIM, exists[:, None], ROTATED, MASKED)
             if key_scales is not None:
@@ -354,7 +379,7 @@ def _fold_tiles(
             scores = tl.dot(turned.to(key.dtype), tl.trans(turned_key), input_precision="ieee")
             scores = tl.dot(query.to(key.dtype), tl.trans(key), scores, input_precision="ieee")
         else:
-            if key_scales is not None:
+            if SHARING == 0 and key_scales is not None:
                 of_tokens = blocks * (BLOCK_STRIDE // 4) + tokens % BLOCK_SIZE
                 if MASKED:
                     key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
@@ -366,7 +391,7 @@ def _fold_tiles(
                     )
                 key = of_int8(key, query.dtype)
             scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
-            if key_scales is not None:
+            if SHARING == 0 and key_scales is not None:
                 scores *= key_scale[None, :]
         if SOFTCAP > 0:  # the hyperbolic tangent
             scores = 1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 * SCALE / SOFTCAP)))
@@ -383,7 +408,7 @@ def _fold_tiles(
         base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
         weights, fade = tl.exp2(scores * UNIT - base[:, None]), tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
-        if value_scales is not None:
+        if SHARING == 0 and value_scales is not None:
             weights *= (value_scale * FOLDED)[None, :]
             value = of_int8(value, query.dtype)
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
@@ -432,21 +457,64 @@ def _scales_of_head(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
+    SHARING: tl.constexpr,
 ) -> tl.tensor:
     """Where the scales of a head's keys, or of latents, lie in the first block; None if there are none."""
     if layer_scales is None:
         scales = None
     elif ROTATED:
         scales = layer_scales + BLOCK_SIZE * (HEAD_DIM + ROTATED) // 4
+    elif SHARING > 0:
+        SCALES: tl.constexpr = HEAD_DIM // SHARING
+        scales = layer_scales + (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM // 4 + kv_head * (BLOCK_SIZE * SCALES))
     else:
         scales = layer_scales + (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM // 4 + kv_head * BLOCK_SIZE)
     return scales
 
 
 @triton.jit
-def _scales_of_values(key_scales: tl.tensor, values_offset: tl.tensor, ROTATED: tl.constexpr) -> tl.tensor:
+def _scales_of_values(
+    key_scales: tl.tensor, values_offset: tl.tensor, ROTATED: tl.constexpr, SHARING: tl.constexpr
+) -> tl.tensor:
     """Where the scales of a head's values lie; None if there are none, or values are parts of keys."""
-    return None if key_scales is None or ROTATED else key_scales + values_offset // 4
+    return None if key_scales is None or ROTATED else key_scales + values_offset // (2 if SHARING else 4)
+
+
+@triton.jit
+def _unpacked(
+    pairs: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    first_scales: tl.tensor,
+    exists: tl.tensor,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SHARING: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Numbers of 4 bits [TILE, BLOCK_D], times their scales, rounded once to `dtype`.
+
+    The bytes of a token begin at `pairs + rows`, and its scales at `scales + first_scales`, both [TILE].
+    """
+    GROUPS: tl.constexpr = BLOCK_D // SHARING
+    bytes, groups = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, GROUPS)[None, :]
+    places, scale_places = pairs + rows[:, None] + bytes, scales + first_scales[:, None] + groups
+    if HEAD_DIM < BLOCK_D:
+        both = tl.load(places, mask=exists[:, None] & (bytes < HEAD_DIM // 2), other=0)
+        scale = tl.load(scale_places, mask=exists[:, None] & (groups < HEAD_DIM // SHARING), other=0.0)
+    elif MASKED:
+        both = tl.load(places, mask=exists[:, None], other=0)
+        scale = tl.load(scale_places, mask=exists[:, None], other=0.0)
+    else:
+        both, scale = tl.load(places), tl.load(scale_places)
+    both = both.reshape(TILE, GROUPS, SHARING // 2)
+    even, odd = of_4_bits(both & 15, -8.0, dtype), of_4_bits(both >> 4, -8.0, dtype)
+    if dtype != tl.float16:  # there the product of such numbers is rounded once, too
+        scale = scale.to(tl.float32)
+    even, odd = (even * scale[:, :, None]).to(dtype), (odd * scale[:, :, None]).to(dtype)
+    return tl.join(even, odd).reshape(TILE, BLOCK_D)
 
 
 @triton.jit

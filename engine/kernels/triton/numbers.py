@@ -96,9 +96,25 @@ def rotated(x: tl.tensor, ROWS: tl.constexpr, SIZE: tl.constexpr, ROTATION: tl.c
     """ROWS x SIZE numbers in float32 as [ROWS, SIZE], whose blocks are rotated as in `quant.rotation`."""
     x = x.reshape(ROWS, SIZE)
     if ROTATION > 1:
-        i = tl.arange(0, SIZE)[None, :] % ROTATION
-        both = i & i >> 1
-        x *= 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1).to(tl.float32)
+        x *= _signs(SIZE, ROTATION)
+    return _transformed(x, ROWS, SIZE, ROTATION)
+
+
+@triton.jit
+def rotated_back(x: tl.tensor, ROWS: tl.constexpr, SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
+    """The inverse of `rotated` times ROTATION, as in `quant.rotation`."""
+    return _transformed(x.reshape(ROWS, SIZE), ROWS, SIZE, ROTATION) * _signs(SIZE, ROTATION)
+
+
+@triton.jit
+def _signs(SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
+    i = tl.arange(0, SIZE)[None, :] % ROTATION
+    both = i & i >> 1
+    return 1.0 - 2.0 * ((both ^ both >> 2 ^ both >> 4) & 1).to(tl.float32)
+
+
+@triton.jit
+def _transformed(x: tl.tensor, ROWS: tl.constexpr, SIZE: tl.constexpr, ROTATION: tl.constexpr) -> tl.tensor:
     for step in tl.static_range(1, 8):
         if ROTATION >> step > 0:  # a constexpr for half a block could not be assigned anew
             a, b = (

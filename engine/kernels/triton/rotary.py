@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVShape, numbers_and_scales
+from penstock.engine.kernels.kv_cache import KVFormat, KVShape, numbers_and_scales
 from penstock.engine.kernels.reference import TokenPlaces
 from penstock.engine.kernels.triton.norms import rms_norm
-from penstock.engine.kernels.triton.numbers import rotated, rounded_to
+from penstock.engine.kernels.triton.numbers import rotated, rotated_back, rounded_to
 from penstock.engine.quant.rotation import block_size
 
 HEADS_PER_PROGRAM = 8
@@ -55,6 +55,7 @@ def rotate_and_write(
         assert not norms_values or (q_norm is not None and not norms_last)
         numbers, scales = (None, None) if layer_kv is None else numbers_and_scales(layer_kv)
         values_offset, block_stride = (0, 0) if numbers is None else numbers.stride()[:2]
+        format = None if numbers is None else KVFormat.of(numbers.dtype)
         groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM)
         rotate_and_write_kernel[num_tokens, groups](
             qkv.contiguous(),
@@ -79,11 +80,28 @@ def rotate_and_write(
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
             BLOCK_STRIDE=block_stride,
+            SHARING=shape.group(format) if format is not None and format.is_packed else 0,
             GROUP=HEADS_PER_PROGRAM,
             PAIRS=triton.next_power_of_2(shape.head_dim // 2),
             **OPTIONS,
         )
     return queries
+
+
+def spread_back(attended: Tensor, head_dim: int) -> None:
+    """`reference.spread_back` of [T, num_heads * head_dim], in place."""
+    half, rows = head_dim // 2, 2 * attended.numel() // head_dim
+    if rows:
+        spread_back_kernel[(triton.cdiv(rows, 2 * HEADS_PER_PROGRAM),)](
+            attended,
+            rows,
+            SPREAD=block_size(half),
+            HALF=half,
+            ROWS=2 * HEADS_PER_PROGRAM,
+            PAIRS=triton.next_power_of_2(half),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 def kv_places(batch: Batch, block_size: int) -> Tensor:
@@ -136,6 +154,7 @@ def rotate_and_write_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
+    SHARING: tl.constexpr,
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
@@ -143,7 +162,7 @@ def rotate_and_write_kernel(
 
     As in the reference, all but the norm's scale is computed in the dtype of the rows, and rounded at each step. All
     loads are issued before the first of them is used, but for the angles, whose offset is loaded first. From block to
-    block of the cache there are BLOCK_STRIDE elements.
+    block of the cache there are BLOCK_STRIDE elements. In a cache of 4 bits SHARING neighbours share a scale.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
@@ -193,8 +212,13 @@ def rotate_and_write_kernel(
 
     if SPREAD > 0:
         first, second = first.to(tl.float32), second.to(tl.float32)
+        if SHARING > 0:  # values are spread, too
+            ready_first = tl.where(is_value, first, ready_first.to(tl.float32))
+            ready_second = tl.where(is_value, second, ready_second.to(tl.float32))
         ready_first = rotated(ready_first.to(tl.float32), GROUP, PAIRS, SPREAD)
         ready_second = rotated(ready_second.to(tl.float32), GROUP, PAIRS, SPREAD)
+        if SHARING > 0:
+            first, second = ready_first, ready_second
     first = tl.where(is_value, first, ready_first)
     second = tl.where(is_value, second, ready_second)
 
@@ -210,16 +234,86 @@ def rotate_and_write_kernel(
         kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
         NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
         block, token = stored_at // BLOCK_SIZE, kv_head * BLOCK_SIZE + stored_at % BLOCK_SIZE
-        place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
         kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
-        if layer_scales is not None:
-            first, second = first.to(tl.float32), second.to(tl.float32)
-            scale = scale_of(first, second)
-            first, second = rounded_by(first, scale), rounded_by(second, scale)
-            of_token = block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
-            tl.store(layer_scales + of_token, scale, mask=is_stored)
-        tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
-        tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
+        if SHARING > 0:
+            place = block * BLOCK_STRIDE + token * half + is_value * values_offset
+            SCALES: tl.constexpr = HEAD_DIM // SHARING
+            of_token = (
+                block * (BLOCK_STRIDE // 2) + NUMBERS // 4 + token * SCALES + is_value * (values_offset // 2)
+            )
+            _store_packed(
+                first, layer_kv + place, layer_scales + of_token, is_stored, half, SHARING, GROUP, PAIRS
+            )
+            _store_packed(
+                second,
+                layer_kv + place + half // 2,
+                layer_scales + of_token + SCALES // 2,
+                is_stored,
+                half,
+                SHARING,
+                GROUP,
+                PAIRS,
+            )
+        else:
+            place = block * BLOCK_STRIDE + token * HEAD_DIM + is_value * values_offset
+            if layer_scales is not None:
+                first, second = first.to(tl.float32), second.to(tl.float32)
+                scale = scale_of(first, second)
+                first, second = rounded_by(first, scale), rounded_by(second, scale)
+                of_token = (
+                    block * (BLOCK_STRIDE // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
+                )
+                tl.store(layer_scales + of_token, scale, mask=is_stored)
+            tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
+            tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
+
+
+@triton.jit
+def _store_packed(
+    x: tl.tensor,
+    places: tl.tensor,
+    scale_places: tl.tensor,
+    is_stored: tl.tensor,
+    half: tl.constexpr,
+    SHARING: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Stores halves of heads [ROWS, PAIRS] in 4 bits, and their scales, as `reference.quantize_groups` has them.
+
+    The bytes of a row begin at its place [ROWS, 1], and so do its scales.
+    """
+    GROUPS: tl.constexpr = PAIRS // SHARING
+    x = x.to(tl.float32).reshape(ROWS, GROUPS, SHARING)
+    high, low = tl.max(x, axis=2, keep_dims=True), tl.min(x, axis=2, keep_dims=True)
+    nans = tl.max((x != x).to(tl.int32), axis=2, keep_dims=True)
+    scale = (tl.where(high >= -low, high, low) * -0.125).to(tl.float16)
+    scale = tl.where(nans > 0, float("nan"), scale).to(tl.float16)
+    scaled = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32), x.shape))
+    numbers = rounded_to(tl.where(scaled == scaled, scaled, 0.0), 8.0, tl.int8)
+    numbers = (tl.minimum(numbers.to(tl.int32), 7) + 8).reshape(ROWS, PAIRS // 2, 2)
+    even, odd = numbers.split()
+    bytes = tl.arange(0, PAIRS // 2)[None, :]
+    tl.store(places + bytes, (even | odd << 4).to(tl.uint8), mask=is_stored & (bytes < half // 2))
+    groups = tl.arange(0, GROUPS)[None, :]
+    tl.store(scale_places + groups, scale.reshape(ROWS, GROUPS), mask=is_stored & (groups < half // SHARING))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def spread_back_kernel(
+    attended: tl.tensor,
+    num_rows: tl.tensor,
+    SPREAD: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """Spreads ROWS halves of heads back, in place."""
+    rows, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, PAIRS)[None, :]
+    places, inside = attended + rows.to(tl.int64) * HALF + dims, (rows < num_rows) & (dims < HALF)
+    x = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    made = rotated_back(x, ROWS, PAIRS, SPREAD) * (1.0 / SPREAD)
+    tl.store(places, made.to(attended.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -97,12 +97,21 @@ def assert_complete(driver: StepDriver) -> None:
         (32, True, 3, "auto"),
         (32, False, 3, "auto"),
         (32, True, 0, "int8"),
+        (32, True, 0, "int4"),
     ],
 )
 def test_no_launch_waits_for_the_device(
-    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_drafts: int, kv_dtype: str
+    folder: Path,
+    tmp_path: Path,
+    cuda: FakeCuda,
+    budget: int,
+    cuda_graphs: bool,
+    max_drafts: int,
+    kv_dtype: str,
 ) -> None:
     """Prompts in pieces, decodes, every kind of sampling, sequences that come and go, with a step in flight."""
+    if kv_dtype == "int4":
+        folder = make_checkpoint("qwen3", tmp_path, head_dim=32)
     runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_drafts=max_drafts, kv_dtype=kv_dtype)
     assert runner.model.kernels.name == "triton", runner.said
     assert runner.model.kv.data.dtype == QUANTIZED.get(kv_dtype, torch.bfloat16)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeLatentMaps, NativeLinear, Team
-from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import KVCache, KVFormat, KVLayout, KVShape, is_quantized
 from penstock.engine.program.native import NativeDecoder
 from penstock.engine.program.ops import Heads, LatentHeads, Op, Program
 from penstock.engine.program.parameters import AttentionWeights, LatentWeights
-from penstock.engine.quant.rotation import block_size, rotated
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
 from penstock.engine.spec import Attention, LatentAttention
 from tests.engine import ranges
 from tests.engine.kernels.random_model import CPU, NUM_BLOCKS
@@ -203,7 +203,7 @@ class Layer:
         self.maps_read = NativeLinear(team, torch.zeros(1, 1), None, maps).activation_dtype
         """The type to which rows are rounded before K and V multiply them."""
         self.kv = KVCache(KVLayout.even(shape.kv_shape, 1), num_blocks, dtype, CPU)
-        self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
+        self.kv.data.view(torch.uint8).fill_(255)  # a NaN in all types
         norm = torch.full((hidden,), EXACT)
         o = linear_of(team, torch.eye(hidden).narrow(1, shape.row_size, shape.attended_size))
         ops = (
@@ -256,13 +256,38 @@ def quantized(x: Range, most: int = 127) -> Range:
     return Range(integers.low.round(), integers.high.round()) * scale
 
 
+def packed(x: Range) -> Range:
+    """Returns heads [T, heads, head_dim] as integers of 4 bits, times the float16 scales of their groups."""
+    group = KVFormat.of(torch.uint8).group_of(x.low.shape[-1])
+    low, high = (torch.unflatten(end, -1, (-1, group)) for end in (x.low, x.high))
+    ends = torch.stack([end.float() for each in (low, high) for end in (each.amax(-1), each.amin(-1))])
+    highest, lowest = ends[::2], ends[1::2]
+    may_be_highest = (highest.amax(0) >= -lowest.amax(0)), (highest.amin(0) < -lowest.amin(0))
+    scales = [
+        (end.masked_fill(~sure, torch.nan) / -8).half().double().unsqueeze(-1)
+        for ends, sure in zip((highest, lowest), may_be_highest, strict=True)
+        for end in ends
+    ]
+    numbers, found = [low, high], []
+    for scale in scales:
+        for quotient in (end / scale for end in numbers):
+            for nudged in (quotient * (1 - 2 * UNIT), quotient * (1 + 2 * UNIT)):
+                integers = nudged.round().clamp(-8, 7).where(scale != 0, torch.zeros(()))
+                found.append(integers * scale)
+    every = torch.stack(found)
+    least = every.nan_to_num(torch.inf).amin(0).flatten(-2)
+    return Range(least, every.nan_to_num(-torch.inf).amax(0).flatten(-2)).widened(UNIT)
+
+
 def stored(x: Range, dtype: torch.dtype) -> Range:
+    if KVFormat.of(dtype).is_packed:
+        return packed(x)
     return quantized(x) if dtype == torch.int8 else x.rounded(dtype)
 
 
 def spread(x: Range, dtype: torch.dtype) -> Range:
     """Queries, times the size of a block, or keys as a cache of a type wants them."""
-    if dtype != torch.int8:
+    if not is_quantized(dtype):
         return x
     head_dim = x.low.shape[-1]
     return dot(x, exactly(rotated(torch.eye(head_dim), block_size(head_dim // 2))))
@@ -318,7 +343,7 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
     cos, sin = COS[:length, :half], SIN[:length, :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = spread(turned.widened(2 * UNIT), dtype)
-    if dtype == torch.int8:
+    if is_quantized(dtype):
         turned = turned.scaled(1 / block_size(half))
     is_integer = dtype == torch.int8 and not tiles
     if tiles:
@@ -326,7 +351,8 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
     elif is_integer:
         turned = quantized(turned, 2**15 - 1)
     keys = stored(spread(ranges.rotary(exactly(written[0]), cos, sin), dtype), dtype)
-    values = stored(exactly(written[1]), dtype)
+    is_packed = KVFormat.of(dtype).is_packed
+    values = stored(spread(exactly(written[1]), dtype) if is_packed else exactly(written[1]), dtype)
     value_scales = scales_of(exactly(written[1]), 127).high[..., 0]
     places = torch.arange(length)
     distance = places[:, None] - places
@@ -343,5 +369,8 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
         scales = torch.zeros(len(seen[1].low), dtype=torch.float64)
         scales[:length] = value_scales[:, head // shape.group]
         attended = ranges.attend(*seen, weights_dtype=narrow, scales=scales if is_integer else None)
+        if is_packed:
+            back = rotated_back(torch.eye(shape.head_dim), block_size(half)) / block_size(half)
+            attended = dot(attended, exactly(back))
         by_head.append(attended[:, None])
     return concatenated(by_head, 1)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import KVCache, KVFormat, KVLayout, KVShape
 from penstock.engine.kernels.ops import RotateAndWrite
-from penstock.engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
+from penstock.engine.kernels.reference import TokenPlaces, quantize_groups, quantize_kv, write_kv
+from penstock.engine.quant.rotation import block_size, rotated, rotated_back
 from tests.engine import ranges
-from tests.engine.ranges import Range, assert_within, concatenated, exactly
+from tests.engine.ranges import Range, assert_within, concatenated, dot, exactly
 
 EPS = 1e-5
 Lengths = list[tuple[int, int]]
@@ -170,6 +171,8 @@ class AttentionInput:
             keys, values = normal(2, done + new, self.num_kv_heads, self.head_dim)
             blocks = torch.tensor([free.pop() for _ in range(self._num_blocks(row))], dtype=torch.int32)
             tables[row, : len(blocks)] = blocks
+            if self._is_packed:
+                values = rotated(values.float(), block_size(self.head_dim // 2)).to(self.dtype)
             places = torch.arange(done + new)
             write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
             if self.window:  # blocks that no query sees any more may be anyone's
@@ -192,9 +195,12 @@ class AttentionInput:
         ).to(self.device)
 
     def expected(self) -> Range:
-        """[T, heads * d]: softmax(score) v of every query and head, over what each one sees."""
+        """[T, heads * d]: softmax(score) v of every query and head, over what each one sees.
+
+        Values of 4 bits are spread, and what is attended to them is spread back.
+        """
         starts, queries = self.batch.query_starts.tolist(), self.queries.to(self.device)
-        return concatenated(
+        attended = concatenated(
             [
                 ranges.attention(
                     queries[start : start + new],
@@ -208,11 +214,27 @@ class AttentionInput:
             ],
             0,
         )
+        if not self._is_packed:
+            return attended
+        heads = Range(
+            *(torch.unflatten(end, -1, (-1, self.head_dim)) for end in (attended.low, attended.high))
+        )
+        block = block_size(self.head_dim // 2)
+        matrix = rotated_back(torch.eye(self.head_dim, device=self.device), block) / block
+        back = dot(heads, exactly(matrix)).rounded(self.dtype)
+        return Range(back.low.flatten(1), back.high.flatten(1))
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.kv_dtype is not None and KVFormat.of(self.kv_dtype).is_packed
 
     def _stored(self, x: Tensor) -> Tensor:
-        """Returns exactly what the cache stores of x [tokens, num_kv_heads, head_dim]."""
+        """Returns exactly what kernels read of x [tokens, num_kv_heads, head_dim] from the cache."""
         if self.kv_dtype is None:
             return x
+        if self._is_packed:
+            numbers, scale = quantize_groups(x, KVFormat.of(self.kv_dtype).group_of(self.head_dim))
+            return (numbers.double() * scale.double().unsqueeze(-1)).flatten(-2).to(self.dtype)
         numbers, scale = quantize_kv(x)
         return numbers.double() * scale.double().unsqueeze(-1)
 

@@ -135,7 +135,7 @@ class NativeModel:
         is_tied = config.spec.ties_embeddings or types.embedding is None
         self.lm_head = packed(checkpoint.lm_head)
         self.kv = checkpoint.kv(types.kv)
-        self.kv.data.fill_(-1 if types.kv == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
+        self.kv.data.view(torch.uint8).fill_(255)  # a NaN in all types
         by_tiles = team.library.level in WITH_TILES and types.kv in (torch.bfloat16, torch.int8)
         self.attends_in = torch.bfloat16 if by_tiles else torch.float32
         layers = [

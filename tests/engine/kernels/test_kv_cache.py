@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from penstock.engine.config import ModelConfig
-from penstock.engine.kernels.kv_cache import MAX_TABLES, KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import MAX_TABLES, KVCache, KVFormat, KVLayout, KVShape
 from penstock.engine.spec import Attention, Layer, Mlp, ModelSpec, Norm
 
 LAYOUT = KVLayout.even(KVShape(num_kv_heads=2, head_dim=8, block_size=4), 3)
@@ -31,8 +32,10 @@ def test_copies_happen_in_all_layers_and_as_if_at_once() -> None:
         assert torch.equal(kv.data[:, :, target], before[:, :, source])
 
 
-def test_copies_of_quantized_blocks_have_their_scales() -> None:
-    kv = KVCache(LAYOUT, 6, torch.int8, torch.device("cpu"))
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_copies_of_quantized_blocks_have_their_scales(dtype: torch.dtype) -> None:
+    layout = KVLayout.even(KVShape(num_kv_heads=2, head_dim=32, block_size=4), 3)
+    kv = KVCache(layout, 6, dtype, torch.device("cpu"))
     kv.data.random_()
     before = kv.data.clone()
     kv.copy_blocks(torch.tensor([1, 2]), torch.tensor([2, 3]))
@@ -50,6 +53,21 @@ def test_a_quantized_block_ends_with_a_scale_for_each_head_of_each_token() -> No
     kv = KVCache(LAYOUT, 10, torch.int8, torch.device("cpu"))
     assert kv.data.shape == (3, 2, 10, 2 * 4 * 8 + 4 * 2 * 4)
     assert kv.data.nbytes == 10 * LAYOUT.block_bytes(torch.int8)
+
+
+def test_two_numbers_of_4_bits_are_a_byte_and_groups_have_a_scale_of_16_bits() -> None:
+    sizes = {64: 32 + 2 * 2, 96: 48 + 6 * 2, 128: 64 + 4 * 2, 256: 128 + 8 * 2}
+    for head_dim, num_bytes in sizes.items():
+        layout = KVLayout.even(KVShape(num_kv_heads=2, head_dim=head_dim, block_size=4), 3)
+        kv = KVCache(layout, 10, torch.uint8, torch.device("cpu"))
+        assert kv.data.shape == (3, 2, 10, 2 * 4 * num_bytes)
+        assert kv.data.nbytes == 10 * layout.block_bytes(torch.uint8)
+
+
+def test_heads_that_no_group_divides_have_no_4_bits() -> None:
+    taken = [head_dim for head_dim in range(2, 300, 2) if KVFormat.of(torch.uint8).takes(head_dim)]
+    assert taken == list(range(32, 300, 32))
+    assert all(KVFormat.of(dtype).takes(6) for dtype in (torch.int8, torch.float16))
 
 
 def heads(*, head_dim: int = 8, window: int = 0, shares: int | None = None) -> Layer:

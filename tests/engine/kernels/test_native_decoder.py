@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.cpu.native import NativeLibrary, Team
+from penstock.engine.kernels.kv_cache import KVFormat
 from tests.engine.kernels.random_model import (
     DTYPES,
     NUM_BLOCKS,
@@ -199,13 +200,16 @@ MIXED = [
     Types(linear=torch.float16, embedding=torch.bfloat16, kv=torch.bfloat16),
     Types(linear=torch.float32, embedding=None, kv=torch.int8),
     Types(linear=torch.bfloat16, embedding=torch.bfloat16, kv=torch.int8),
+    Types(linear=torch.float32, embedding=None, kv=torch.uint8),
 ]
 
 
 @pytest.mark.parametrize("types", MIXED, ids=str)
 def test_every_part_has_a_type_of_its_own(team: Team, types: Types) -> None:
     """Weights that bfloat16 holds exactly are the same in every type; what is left is the rounding of the cache."""
-    checkpoint = Checkpoint(config(tie_word_embeddings=types.embedding is None), torch.bfloat16)
+    head_dim = 32 if KVFormat.of(types.kv).is_packed else 16
+    sizes = config(tie_word_embeddings=types.embedding is None, head_dim=head_dim)
+    checkpoint = Checkpoint(sizes, torch.bfloat16)
     assert_equals_plain(checkpoint, checkpoint.native(team, types), steps_of(checkpoint))
 
 

@@ -22,7 +22,7 @@ from penstock.engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from penstock.engine.kernels.ops import Kernels, reference_kernels
 from penstock.engine.kernels.packed import PACKED_FORMATS, UnpackedLinear
 from penstock.engine.kernels.select import only_what_runs, select, trials, triton_kernels
-from penstock.engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from penstock.engine.model.dtype import check_kv_heads, choose_device, choose_dtype, choose_kv_dtype
 from penstock.engine.model.parse import parse_config
 from penstock.engine.model.tensors import make_recipe
 from penstock.engine.quant.float8 import Float8
@@ -397,6 +397,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8", torch.float32, CPU, torch.int8),
         ("int8", torch.bfloat16, CUDA, torch.int8),
         ("fp8", torch.float16, CUDA, torch.int8),
+        ("int4", torch.float16, CPU, torch.uint8),
+        ("int4", torch.bfloat16, CUDA, torch.uint8),
     ],
 )
 def test_types_of_the_kv_cache(
@@ -407,9 +409,17 @@ def test_types_of_the_kv_cache(
 
 def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
     with pytest.raises(
-        CheckpointError, match=r"^--kv-dtype float32 is served on the CPU; .* bfloat16, or int8$"
+        CheckpointError, match=r"^--kv-dtype float32 is served on the CPU; .* bfloat16, int8 or int4$"
     ):
         choose_kv_dtype("float32", torch.bfloat16, CUDA)
+
+
+def test_heads_that_a_cache_of_4_bits_cannot_store_are_refused() -> None:
+    check_kv_heads("int4", with_attention(CONFIG, head_dim=96))
+    for name in ("auto", "int8", "float16"):
+        check_kv_heads(name, with_attention(CONFIG, head_dim=80))
+    with pytest.raises(CheckpointError, match=r"^--kv-dtype int4 .* a multiple of 32 numbers, .* 80; int8 "):
+        check_kv_heads("int4", with_attention(CONFIG, head_dim=80))
 
 
 def test_nf4_is_not_made_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

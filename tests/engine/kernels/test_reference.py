@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.kernels import reference
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, KVShape, is_quantized
 from penstock.engine.kernels.linear import DenseLinear
 from penstock.engine.kernels.reference import (
     PagedAttention,
@@ -16,10 +19,12 @@ from penstock.engine.kernels.reference import (
     add_rms_norm,
     glu,
     kv_places,
+    quantize_groups,
     quantize_kv,
     rms_norm,
     rotary,
     rotate_and_write,
+    spread_back,
     write_kv,
 )
 from tests.engine import ranges
@@ -152,24 +157,88 @@ def test_a_head_of_zeros_has_no_scale_and_what_is_no_number_stays_none() -> None
     assert scale[1].isnan()
 
 
+def test_numbers_of_4_bits_lie_in_pairs_and_the_scales_of_groups_behind_them() -> None:
+    """The layout of an int4 cache: bytes [heads, tokens, head_dim / 2], then float16 [heads, tokens, groups]."""
+    shape = KVShape(num_kv_heads=2, head_dim=96, block_size=4)  # halves of 48 have groups of 16
+    kv = KVCache(KVLayout.even(shape, 1), 4, torch.uint8, CPU)
+    keys, values = torch.randn(2, 3, 2, 96)
+    keys[2, 0, :16] = 0
+    keys[2, 0, 16:18] = torch.tensor([-80.0, 80.0])  # the numbers end at -8 and 7
+    write_kv(kv.layer(0), keys, values, torch.tensor([5, -1, 15]))
+    num_bytes = 2 * 4 * 48
+    for side, written in enumerate((keys, values)):
+        expected = torch.zeros(4, kv.data.shape[-1], dtype=torch.uint8).numpy()
+        for row, block, offset in [(0, 1, 1), (2, 3, 3)]:
+            pairs = expected[block, :num_bytes].reshape(2, 4, 48)
+            scales = expected[block, num_bytes:].view("float16").reshape(2, 4, 6)
+            for head, group in itertools.product(range(2), range(6)):
+                x = written[row, head, 16 * group : 16 * group + 16].numpy()
+                scale = np.float32(max(x, key=lambda number: (abs(number), number)) / -8).astype("float16")
+                numbers = 8 + (np.clip((x / np.float32(scale)).round(), -8, 7) if scale else 0 * x)
+                scales[head, offset, group] = scale
+                pairs[head, offset, 8 * group : 8 * group + 8] = numbers[::2] + 16 * numbers[1::2]
+        assert torch.equal(kv.data[0, side], torch.from_numpy(expected))
+
+
+def test_a_group_of_zeros_stays_so_and_what_is_no_number_or_too_large_for_its_scale_becomes_none() -> None:
+    x = torch.zeros(3, 1, 64)
+    x[1, 0, 3], x[2, 0, 40] = torch.nan, 1e6
+    numbers, scales = quantize_groups(x, 32)
+    read = (numbers * scales.unsqueeze(-1)).flatten(-2)
+    assert not read[0].any()
+    assert read.isnan().nonzero().tolist() == [[1, 0, i] for i in range(32)] + [
+        [2, 0, i] for i in range(32, 64)
+    ]
+
+
+def test_attention_to_4_bits_is_within_their_error_of_exact_attention() -> None:
+    """A step of 4 bits is an eighth of the largest number of 32, which is about 2.5 deviations."""
+    shape, num_tokens = KVShape(num_kv_heads=2, head_dim=128, block_size=16), 48
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(num_tokens, 8, 128, generator=generator)
+    batch = make_batch([(0, num_tokens)])
+    batch.block_tables = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    angles = torch.zeros(num_tokens, 64)
+    places = TokenPlaces(batch.positions, kv_places(batch, 16), angles.cos(), angles.sin())
+    found = {}
+    for dtype in (torch.float32, torch.uint8, torch.int8):
+        kv = KVCache(KVLayout.even(shape, 1), 4, dtype, CPU)
+        spreads = is_quantized(dtype)
+        turned = rotate_and_write(
+            heads.flatten(1), None, None, 0.0, places, kv.layer(0), shape, spreads=spreads
+        )
+        found[dtype] = PagedAttention(batch, shape)(turned, kv.layer(0), 0)
+    exact = found.pop(torch.float32)
+    in_4, in_8 = ((each - exact).norm() / exact.norm() for each in found.values())
+    assert 0.05 < in_4 < 0.15
+    assert in_8 < in_4 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int) -> None:
-    shape = KVShape(num_kv_heads=1, head_dim=6, block_size=block_size)
+def test_attention_reads_what_a_quantized_cache_stands_for(block_size: int, dtype: torch.dtype) -> None:
+    head_dim = 96 if dtype == torch.uint8 else 6
+    shape = KVShape(num_kv_heads=1, head_dim=head_dim, block_size=block_size)
     num_tokens = 5
-    keys, values = torch.randn(2, num_tokens, 1, 6)
-    queries = torch.randn(num_tokens, 2, 6)
+    keys, values = torch.randn(2, num_tokens, 1, head_dim)
+    queries = torch.randn(num_tokens, 2, head_dim)
     num_blocks = -(-num_tokens // block_size)
     batch = make_batch([(0, num_tokens)])
     batch.block_tables = torch.arange(1, 1 + num_blocks, dtype=torch.int32).unsqueeze(0)
     found = []
-    for dtype in (torch.int8, torch.float32):
-        kv = KVCache(KVLayout.even(shape, 1), 1 + num_blocks, dtype, CPU)
+    for stored in (dtype, torch.float32):
+        kv = KVCache(KVLayout.even(shape, 1), 1 + num_blocks, stored, CPU)
         written = [keys, values]
-        if dtype != torch.int8:
+        if stored == torch.float32 and dtype == torch.int8:
             numbers = [quantize_kv(each) for each in written]
             written = [scale.unsqueeze(-1) * number for number, scale in numbers]
+        elif stored == torch.float32:
+            groups = [quantize_groups(each, 16) for each in written]
+            written = [(scale.unsqueeze(-1) * number).flatten(-2) for number, scale in groups]
         write_kv(kv.layer(0), written[0], written[1], kv_places(batch, block_size))
-        found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))
+        attended = PagedAttention(batch, shape)(queries, kv.layer(0), 0)
+        is_plain = dtype == torch.uint8 and stored == torch.float32
+        found.append(spread_back(attended.view(5, 2, head_dim)).flatten(1) if is_plain else attended)
     assert torch.equal(*found)
 
 

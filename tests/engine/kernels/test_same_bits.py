@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.cpu.levels import AMX, AVX512BF16
 from penstock.engine.kernels.cpu.native import NativeLinear, Team
+from penstock.engine.kernels.kv_cache import KVFormat
 from penstock.engine.quant.codebook import Codebook
 from penstock.engine.quant.float8 import Float8
 from tests.engine.families import STATES
@@ -80,11 +81,13 @@ def test_experts(kept: Kept) -> None:
     check(levels_for(kept), lambda team: Pair(team, kept, SWIGLU).native(*random_step(40)))
 
 
-@pytest.mark.parametrize("kv", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("linear", [torch.float32, torch.float16])
 def test_models(linear: torch.dtype, kv: torch.dtype) -> None:
     """Embedding, norms, rotations, windows, gates, attention, head: a prompt in two chunks, and a token."""
-    model = Checkpoint(config(qk_norm=True, sliding_windows=(0, 20, 50), hidden_size=56), linear)
+    head_dim = 32 if KVFormat.of(kv).is_packed else 16
+    sizes = config(qk_norm=True, sliding_windows=(0, 20, 50), hidden_size=56, head_dim=head_dim)
+    model = Checkpoint(sizes, linear)
     prompts = Prompts(model.config.vocab_size, [90, 1])
 
     def compute(team: Team) -> Tensor:
@@ -92,7 +95,7 @@ def test_models(linear: torch.dtype, kv: torch.dtype) -> None:
         steps = ({0: (0, 61)}, {1: (0, 1), 0: (61, 89)}, {0: (89, 90)})
         return torch.cat([native(prompts.batch(step)) for step in steps])
 
-    check(FUSED if kv in (torch.float32, torch.float16) else FUSED_FLOATS, compute)
+    check(FUSED if kv in (torch.float32, torch.float16, torch.uint8) else FUSED_FLOATS, compute)
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import LoadOptions
+from penstock.engine.errors import CheckpointError
 from penstock.engine.kernels.kv_cache import KVShape
 from penstock.engine.kernels.latents import gather_latents, rotate_and_write_latents
 from penstock.engine.kernels.linear import DenseLinear
@@ -213,3 +214,10 @@ def test_attention_to_latents_of_8_bits_says_nearly_the_same(tmp_path: Path) -> 
         for dtype in ("int8", "bfloat16")
     )
     assert 0 < sixteen < eight < 6 * sixteen
+
+
+def test_latents_of_4_bits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^--kv-dtype int4 is not served for latent attention; int8 is$"
+    ):
+        load(SPARSE["DeepSeek V3"].make(tmp_path), kv_dtype="int4")

@@ -133,6 +133,10 @@ CASES = [
     *attention("gemma-int8", _RTX50, kv_dtype=torch.int8, **_GEMMA),
     *attention("phi-int8", _A10, kv_dtype=torch.int8, **_PHI),
     *_decode("wide-drafts-int8", _A100, _HOPPER, kv_dtype=torch.int8, **_WIDE),
+    *attention("llama-int4", *_EACH_KIND, kv_dtype=torch.uint8),
+    *attention("gemma-int4", _RTX50, kv_dtype=torch.uint8, **_GEMMA),
+    *attention("phi-int4", _A10, kv_dtype=torch.uint8, **_PHI),
+    *_decode("wide-drafts-int4", _A100, _HOPPER, kv_dtype=torch.uint8, **_WIDE),
     *_decode("exact-256", _HOPPER, **_EXACT_GEMMA),
     *attention("exact-256", _RTX50, **_EXACT_GEMMA),
 ]

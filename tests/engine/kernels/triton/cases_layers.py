@@ -121,6 +121,7 @@ CASES = [
     *(case for size in SIZES if size.qk_norm for case in rotate_and_write(size, norms_last=True)),
     *(case for size in SIZES if size.qk_norm for case in rotate_and_write(size, norms_values=True)),
     *(case for size in SIZES[:2] for case in rotate_and_write(size, torch.int8)),
+    *(case for size in SIZES[:2] for case in rotate_and_write(size, torch.uint8)),
     *(case for size in SIZES for case in activated(size, "silu")),
     *(case for size in SIZES[:2] for kind in ("gelu_tanh", "gelu") for case in activated(size, kind)),
     *(case for size in SIZES[1:4] for case in activated(size, "relu2")),

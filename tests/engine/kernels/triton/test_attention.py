@@ -118,6 +118,24 @@ def test_scales_of_a_quantized_cache_belong_to_scores_and_weights(
         AttentionInput(lengths=lengths, dtype=dtype, kv_dtype=torch.int8, device=device, **shape).check()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 64},
+        {"head_dim": 96, "num_kv_heads": 1, "block_size": 32},
+        {"head_dim": 128, "num_kv_heads": 1, "window": 20, "has_sinks": True},
+        {"head_dim": 32, "window": -16, "group": 7},
+    ],
+    ids=str,
+)
+def test_numbers_of_4_bits_are_read_as_the_reference_stores_them(
+    shape: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    for lengths in (MIXED, DECODE):
+        AttentionInput(lengths=lengths, dtype=dtype, kv_dtype=torch.uint8, device=device, **shape).check()
+
+
 def test_small_weights_of_small_values_do_not_vanish(device: torch.device) -> None:
     """All but one have weights of 2^-15 and scales of 1/127: float16 would round their products by tenths."""
     case = AttentionInput(
@@ -246,9 +264,9 @@ def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.de
     assert first_items[2] > 2
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.uint8])
 def test_it_agrees_with_the_reference(kv_dtype: torch.dtype | None, device: torch.device) -> None:
-    case = AttentionInput(lengths=MIXED, kv_dtype=kv_dtype, device=device)
+    case = AttentionInput(lengths=MIXED, head_dim=32, kv_dtype=kv_dtype, device=device)
     num_scales, floats = case.num_kv_heads * case.block_size, case.layer_kv
     if kv_dtype is not None:
         floats = floats.view(torch.float32)[..., -num_scales:]

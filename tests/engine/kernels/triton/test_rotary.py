@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.kernels import reference
 from penstock.engine.kernels.batch import Batch
-from penstock.engine.kernels.kv_cache import KVCache, KVLayout
+from penstock.engine.kernels.kv_cache import KVCache, KVLayout, numbers_and_scales
 from penstock.engine.kernels.reference import TokenPlaces, write_kv
 from penstock.engine.kernels.triton import rotary
 from penstock.engine.kernels.triton.rotary import kv_places, rotate_and_write
@@ -73,40 +73,64 @@ def test_values_may_be_normed_and_queries_may_be_alone(device: torch.device) -> 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite or no number
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [(torch.int8, 48), (torch.uint8, 96), (torch.uint8, 64)])
 def test_a_quantized_cache_has_the_bits_of_the_specification(
-    dtype: torch.dtype, device: torch.device
+    kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them; keys are
-    spread before, and so are queries."""
-    layer = Layer(6, 3, 48, 4, norms=False)
+    spread before, and so are queries, and values of 4 bits."""
+    layer = Layer(6, 3, head_dim, 4, norms=False)
     step = RotationInput(layer, 30, dtype, device, seed=4)
     step.places.in_cache.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
     step.places.in_cache[3] = -1
-    heads = step.qkv.view(30, 12, 48)
+    heads = step.qkv.view(30, 12, head_dim)
     heads[0, 9:] = 0.0
     heads[1, 9:] = -0.0
     heads[2, 9, 5], heads[4, 7, 2], heads[5, 10, 1] = torch.nan, torch.nan, torch.inf
     heads[6:9] *= 1000
     heads[9:12] *= 1e-6
-    plain, found, expected = step.kv(dtype), *(quantized_kv(step) for _ in range(2))
+    plain, found, expected = step.kv(dtype), *(quantized_kv(step, kv_dtype) for _ in range(2))
     queries, spread = step.run(rotate_and_write, plain), step.run(rotate_and_write, found, spreads=True)
-    block = block_size(48 // 2)
+    block = block_size(head_dim // 2)
     assert torch.equal(spread, (rotated(queries.float(), block) / block).to(dtype))
-    stored = plain.view(2, NUM_BLOCKS, 3, 4, 48).transpose(2, 3).flatten(1, 2)
+    stored = plain.view(2, NUM_BLOCKS, 3, 4, head_dim).transpose(2, 3).flatten(1, 2)
     slots = step.places.in_cache.clamp(min=0)
     keys = rotated(stored[0, slots].float(), block)
-    write_kv(expected, keys, stored[1, slots], step.places.in_cache)
-    assert not torch.equal(expected.view(torch.int8), quantized_kv(step).view(torch.int8))
-    same = found.view(torch.int32) == expected.view(torch.int32)
-    both_nan = found.view(torch.float32).isnan() & expected.view(torch.float32).isnan()
+    values = stored[1, slots]
+    if kv_dtype == torch.uint8:
+        values = rotated(values.float(), block)
+    write_kv(expected, keys, values, step.places.in_cache)
+    assert not torch.equal(expected, quantized_kv(step, kv_dtype))
+    (_, found_scales), (_, scales) = map(numbers_and_scales, (found, expected))
+    assert found_scales is not None
+    assert scales is not None
+    unit = torch.int32 if kv_dtype == torch.int8 else torch.int16
+    same = found.view(unit) == expected.view(unit)
+    both_nan = found_scales.isnan() & scales.isnan()
     assert (same | both_nan).all()
 
 
-def quantized_kv(step: RotationInput) -> Tensor:
+def quantized_kv(step: RotationInput, dtype: torch.dtype) -> Tensor:
     """One layer's cache, full of what others wrote."""
-    data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, torch.int8, step.qkv.device).data
+    data = KVCache(KVLayout.even(step.layer.shape, 1), NUM_BLOCKS, dtype, step.qkv.device).data
     data.fill_(77)
     return data[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 96])
+def test_what_is_attended_to_values_is_spread_back(
+    head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    heads = torch.randn(5, 7, head_dim, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    expected, attended = reference.spread_back(heads), heads.flatten(1).clone()
+    rotary.spread_back(attended, head_dim)
+    assert torch.equal(attended, expected.flatten(1))
+    block = block_size(head_dim // 2)
+    back = rotated(expected.float(), block)
+    torch.testing.assert_close(
+        back, heads.float(), rtol=0, atol=8 * 2.0 ** (-11 if dtype == torch.float16 else -7)
+    )
 
 
 @pytest.mark.filterwarnings(

@@ -99,9 +99,12 @@ def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, dev
 
 
 @pytest.mark.long("whole steps by Triton's interpreter")
-def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, device: torch.device) -> None:
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [("int8", 24), ("int4", 32)])
+def test_a_quantized_cache_says_what_plain_torch_reads_from_one(
+    kv_dtype: str, head_dim: int, tmp_path: Path, device: torch.device
+) -> None:
     """Out of graphs, too."""
-    kv_dtype = "int8"
+    folder = make_checkpoint("qwen3", tmp_path, num_hidden_layers=1, head_dim=head_dim)
     options = replace(OPTIONS, kv_dtype=kv_dtype)
 
     def loaded(device: torch.device, kernels: Callable[[ModelConfig], Kernels]) -> LoadedModel:

@@ -1,0 +1,3 @@
+#include "attention.h"
+
+template penstock::Attention penstock::attention_of<penstock::Int4Pair>();
