@@ -23,6 +23,7 @@ from tests.engine.fake_runner import (
     next_token,
 )
 from tests.engine.queued_runner import QueuedRunner
+from tests.engine.test_following_drafts import Following
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload
 from tests.few import examples
 
@@ -179,11 +180,21 @@ class KeptProposer(FakeProposer):
 
 
 @modest
-@given(kept_workloads(), st.integers(0, 99), st.booleans())
-def test_drafts_change_no_answer(workload: Workload, seed: int, is_queued: bool) -> None:
+@given(kept_workloads(), st.integers(0, 10**6))
+def test_a_step_that_follows_drafts_drops_nothing_that_wrong_ones_would_see(
+    workload: Workload, seed: int
+) -> None:
+    """A model drafts until tokens are dropped, and steps are launched as if its drafts were right."""
+    run = Following(workload, seed, stops=False)
+    assert_right(run.finish())
+    assert not run.drafting.failed
+
+
+@modest
+@given(kept_workloads(), st.integers(0, 99))
+def test_drafts_change_no_answer(workload: Workload, seed: int) -> None:
     pace = random.Random(seed)
-    make = QueuedRunner if is_queued else FakeRunner
-    run = Run(workload, runner=make(workload.num_blocks, BLOCK_SIZE))
+    run = Run(workload, runner=FakeRunner(workload.num_blocks, BLOCK_SIZE))
     run.scheduler.drafting = UnpricedDrafting(KeptProposer(pace, 0.7), 4, pace)
     assert_right(run.finish())
 
@@ -191,18 +202,20 @@ def test_drafts_change_no_answer(workload: Workload, seed: int, is_queued: bool)
 # What others find
 
 
-def run_of(*requests: Request, num_blocks: int = 12, prefix_cache: bool = True) -> Run:
+def run_of(
+    *requests: Request, num_blocks: int = 12, budget: int = 64, runner: FakeRunner | None = None
+) -> Run:
     """One after another."""
     workload = Workload(
         requests=requests,
         arrivals=tuple(100 * number for number in range(len(requests))),
         num_blocks=num_blocks,
-        budget=64,
+        budget=budget,
         max_num_seqs=2,
         max_model_len=200,
-        prefix_cache=prefix_cache,
+        prefix_cache=True,
     )
-    return Run(workload, runner=FakeRunner(num_blocks, BLOCK_SIZE)).finish()
+    return Run(workload, runner=runner or FakeRunner(num_blocks, BLOCK_SIZE)).finish()
 
 
 def test_a_prompt_longer_than_the_pool_is_answered() -> None:
@@ -236,6 +249,20 @@ def test_only_blocks_before_the_first_drop_are_found() -> None:
     for request in (first, whole, again):
         assert run.tokens[request.request_id, 0] == expected_output(request, 0, 200)
     assert run.tables.num_cached_blocks == 101 // BLOCK_SIZE  # those of `whole` alone
+
+
+def test_blocks_in_flight_are_found_once_they_are_written_although_some_are_to_be_dropped() -> None:
+    """The second prompt begins behind two cached blocks, and one chunk goes up to the first place of a drop."""
+    prompt = [k % 13 for k in range(100)]
+    requests = [
+        make_request(name, prompt[:length], max_tokens=2, keeping=KEEPING)
+        for name, length in (("short", 9), ("long", 100), ("again", 99))
+    ]
+    run = run_of(*requests, num_blocks=60, budget=16, runner=QueuedRunner(60, BLOCK_SIZE))
+    cached = [run.ended[request.request_id, 0].timings for request in requests]
+    assert [timings.num_cached_tokens for timings in cached if timings] == [0, 8, KEEPING.most]
+    for request in requests:
+        assert run.tokens[request.request_id, 0] == expected_output(request, 0, 200)
 
 
 def test_one_that_never_gets_so_long_keeps_all() -> None:
