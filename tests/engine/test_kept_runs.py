@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.errors import NotEnoughMemory
+from penstock.engine.model.checkpoint import read_config
 from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.request import Request, Sequence
@@ -138,6 +139,22 @@ def test_no_bit_depends_on_chunks_company_cache_pool_or_preemption(model: str, t
         driver.outputs.clear()
         driver.run(*requests)  # what is found of the run before
         assert outputs(driver, *LENGTHS) == expected
+
+
+@pytest.mark.parametrize("model", ["Llama", "delta"])
+def test_choices_begin_where_the_prompt_ends_in_what_is_kept(model: str, tmp_path: Path) -> None:
+    driver = Driver(MODELS[model].make(tmp_path), num_blocks=256, budget=64)
+    for name in ("long", "edge", "short"):
+        driver.run(request(name))
+        driver.run(replace(request(name), request_id="choices", n=2))
+        assert [driver.tokens("choices", index) for index in range(2)] == [driver.tokens(name)] * 2
+        driver.outputs.clear()
+
+
+def test_a_model_says_what_its_layers_see(tmp_path: Path) -> None:
+    chunked = read_config(SPARSE["Llama 4"].make(tmp_path / "chunked"))
+    windowed = read_config(TINY["Gemma 3"].make(tmp_path / "windowed"))
+    assert (chunked.sees_chunks, windowed.sees_chunks, windowed.longest_window) == (True, False, 24)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
