@@ -47,6 +47,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
 from penstock.gateway.service import Service, ServiceOptions
+from penstock.gateway.wire.sampling import KeepLimits
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
 from penstock.priority.steptime import StepTimeModel
@@ -70,6 +71,7 @@ class Core:
     sink: TextSink
     grammars: Grammars
     model: Model
+    keep: KeepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         strict=settings.strict,
         watermark=watermark,
         watermarks_all=settings.watermark_all,
+        keep=core.keep,
     )
     store = make_store(settings.redis_url, f"{model}:{weights}", replica)
     traces = _make_traces(settings.otlp_endpoint, model, replica)
@@ -228,6 +231,7 @@ def build_core(
             folder,
         )
     options = load_options(settings)
+    keep = _keep_limits(settings, config, options.block_size)
     draft = _find_draft(settings, config, tokenizer)
     step_times = StepTimeModel(chosen_share=config.spec.chosen_share)
     promises = any(isfinite(policy.ttft_s) for policy in settings.lanes.values())
@@ -245,7 +249,7 @@ def build_core(
         grammars=grammars,
         rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
     )
-    return Core(engine, queue, sink, grammars, read)
+    return Core(engine, queue, sink, grammars, read, keep)
 
 
 def identity(model: str, weights: str) -> str:
@@ -270,6 +274,7 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
         settings.data_parallel_attention,
         version("penstock"),
         *(() if watermark is None else (watermark.gamma, watermark.delta)),
+        *((settings.kv_keep,) if settings.kv_keep else ()),
     )
     digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
@@ -340,6 +345,7 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         max_num_seqs=settings.max_num_seqs,
         max_batch_tokens=settings.max_batch_tokens or 0,
         max_model_len=settings.max_model_len,
+        kv_keep=settings.kv_keep,
         num_blocks=settings.num_blocks,
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -351,6 +357,20 @@ def load_options(settings: EngineSettings) -> LoadOptions:
         expert_parallel=settings.expert_parallel,
         data_parallel_attention=settings.data_parallel_attention,
     )
+
+
+def _keep_limits(settings: EngineSettings, config: ModelConfig, block_size: int) -> KeepLimits:
+    """Raises OperatorError if so much cannot be kept."""
+    keep = KeepLimits(
+        default=settings.kv_keep,
+        most=settings.max_model_len or config.max_position,
+        window=config.longest_window,
+        sees_chunks=config.sees_chunks,
+        block_size=block_size,
+    )
+    if mistake := keep.mistake(settings.kv_keep):
+        raise OperatorError(f"--kv-keep {settings.kv_keep} {mistake}")
+    return keep
 
 
 def _limits(settings: EngineSettings, config: ModelConfig) -> SchedulerLimits:

@@ -121,7 +121,7 @@ def estimate(
         dtype=str(kernels.embedding_dtype).removeprefix("torch."),
         kv_dtype=kv_dtype_name(kernels.kv_dtype),
         plan=plan,
-        max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
+        max_model_len=wanted if config.context_window or options.kv_keep else min(wanted, plan.num_tokens),
         max_num_seqs=options.max_num_seqs,
         experts=experts,
         read_by_a_token=read_by_a_token,

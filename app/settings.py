@@ -229,6 +229,11 @@ class EngineSettings(CommonSettings):
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of a prompt and its answer together; by default, the model's own context length."""
 
+    kv_keep: int = Field(default=0, ge=0)
+    """Tokens of a longer prompt and answer whose keys and values are kept: the first 16 and the latest ones, so that it
+    may be longer than the KV cache has room for. What lies between is dropped, and no later token sees it. 0 keeps all;
+    a request may have its own `kv_keep`."""
+
     max_batch_tokens: int | None = Field(default=None, ge=1)
     """Most tokens computed in one step; by default, 512 on a CPU and 8192 on a GPU."""
 

@@ -86,6 +86,16 @@ class ModelConfig:
         windows = [attention.window for attention in self.attentions]
         return max(windows) if all(windows) else 0
 
+    @property
+    def longest_window(self) -> int:
+        """The longest sliding window of a layer; 0 if no layer has one."""
+        return max((attention.window for attention in self.attentions), default=0)
+
+    @property
+    def sees_chunks(self) -> bool:
+        """Whether some layers see the tokens of their own chunk in place of a window."""
+        return any(attention.reach < 0 for attention in self.attentions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
@@ -144,6 +154,9 @@ class LoadOptions:
     """The most tokens of one step; 0 leaves it to the device."""
     max_model_len: int | None = None
     """The tokens of the longest sequence; None stands for as many as the model has positions."""
+    kv_keep: int = 0
+    """The tokens of a longer sequence whose keys and values are kept, so that it may be longer than the KV cache; 0 if
+    all are. See `planning.keeping`."""
     num_blocks: int | None = None
     """The KV blocks of the pool, block 0 included; None stands for as many as `kv_bytes` holds."""
     kv_bytes: int | None = None

@@ -24,6 +24,7 @@ from penstock.engine.planning.block_map import BlockMap, block_map
 from penstock.engine.planning.blocks import PoolViolation
 from penstock.engine.planning.device import DeviceError, OutOfMemory, Runner, RunnerFacts
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.masks import ForcedTokens, StepMasks
 from penstock.engine.planning.prefix_events import PrefixLog
@@ -212,6 +213,10 @@ class Engine:
     def max_sequence_tokens(self) -> int:
         """The prompt and output tokens that one sequence can ever have; known once the engine is READY."""
         return self._scheduler.max_len if self._scheduler else self._limits.max_model_len
+
+    def longest(self, keeping: Keeping | None) -> int:
+        """The same of a sequence of which so much is kept."""
+        return self._scheduler.longest(keeping) if self._scheduler else self._limits.max_model_len
 
     # The step thread
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request
 from penstock.gateway.errors import ApiError, internal, refused, unavailable
@@ -37,6 +38,8 @@ class ServingEngine(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int: ...
+
+    def longest(self, keeping: Keeping) -> int: ...
 
     def wake(self) -> None: ...
 
@@ -70,8 +73,13 @@ class Dispatch:
         clock: Callable[[], float],
         promises: Mapping[Lane, float],
         traces: Tracing | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
-        """`promises` are the seconds to the first token that a lane promises, where it does."""
+        """
+        Args:
+            promises: the seconds to the first token that a lane promises, where it does.
+            keeping: the part of a long sequence that is kept, unless its request wants another.
+        """
         self._engine = engine
         self._queue = queue
         self.draining = False
@@ -81,6 +89,7 @@ class Dispatch:
         self._clock = clock
         self._promises = promises
         self._traces = traces
+        self._keeping = keeping
         self._streams: dict[Generation, None] = {}
         self._by_request: dict[str, Generation] = {}
         self._by_name: dict[tuple[str, str], dict[Generation, None]] = {}
@@ -96,8 +105,12 @@ class Dispatch:
 
     @property
     def context_length(self) -> int:
-        """Prompt and output tokens that one sequence can ever have."""
-        return self._engine.max_sequence_tokens
+        """Prompt and output tokens that one sequence can ever have, unless its request says how much is kept of it."""
+        return self.longest(self._keeping)
+
+    def longest(self, keeping: Keeping | None) -> int:
+        """Prompt and output tokens that a sequence can ever have of which so much is kept; None if all is."""
+        return self._engine.max_sequence_tokens if keeping is None else self._engine.longest(keeping)
 
     @property
     def engine_state(self) -> EngineState:

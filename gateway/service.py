@@ -42,7 +42,7 @@ from penstock.gateway.watch import Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.reading import AUTO, Formats
-from penstock.gateway.wire.sampling import SamplingDefaults
+from penstock.gateway.wire.sampling import KeepLimits, SamplingDefaults
 from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
 from penstock.priority.queue import LaneQueue
@@ -113,6 +113,8 @@ class ServiceOptions:
     """The watermark of answers that ask for one; None if they cannot."""
     watermarks_all: bool = False
     """Whether all answers have it."""
+    keep: KeepLimits = field(default_factory=KeepLimits)
+    """How much of long sequences is kept, and may be."""
 
 
 class Service:
@@ -150,7 +152,8 @@ class Service:
         self.watches = Watches(clock, lambda: self.metrics.num_output_tokens)
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
-        self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
+        keeping = options.keep.keeping(options.keep.default)
+        self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces, keeping)
         self.quotas = Quotas(store)
         self.tenants = Tenants(queue, clock)
         self.idempotency = Idempotency(store)

@@ -161,7 +161,7 @@ class Admission:
         self.running = running
         self._waits.clear()
         lanes = [sequence.request.lane for sequence in decodes]
-        num_context = sum([len(sequence.token_ids) for sequence in decodes])
+        num_context = sum([len(sequence.token_ids) - sequence.num_dropped for sequence in decodes])
         by_lane = {lane: num for lane in Lane if (num := lanes.count(lane))}
         if decodes and chunked:  # what the step reads is not that of streams alone
             self.context_each = num_context / len(decodes)
@@ -418,7 +418,8 @@ class Admission:
             # What another choice has counted is the prompt that they share.
             is_counted = sequence.request.request_id in prompts
             prompts.add(sequence.request.request_id)
-            num_kv = sequence.num_output_tokens if is_counted else len(sequence.token_ids)
+            num_kept = min(len(sequence.token_ids), sequence.num_findable)
+            num_kv = min(num_kept, sequence.num_output_tokens) if is_counted else num_kept
             endings.append((self._steps_left(sequence), float(num_kv), 1.0))
         load, num_kv = self._load, int(sum(ending[1] for ending in endings))
         num_held = num_kv

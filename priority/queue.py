@@ -321,7 +321,7 @@ class LaneQueue:
     ) -> Ticket:
         self._num_let_in += 1
         num_seats = 1 if request.beams is None else request.n
-        size = Size.of(request.num_prompt_tokens, num_cached, num_in_use, num_seats)
+        size = Size.of(request.num_prompt_tokens, num_cached, num_in_use, num_seats, request.keeping)
         work = size.work(self.admission.model.attended_each)
         due_s = request.ttft_s or self.admission.planner.due_s(line.lane, work)
         deadline_us = microseconds(request.arrival_s + due_s)

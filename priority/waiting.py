@@ -10,8 +10,8 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
+from penstock.engine.planning.keeping import Keeping, num_attended
 from penstock.engine.planning.request import Request
-from penstock.engine.planning.step import num_attended
 from penstock.priority.coverage import Coverage, Margin
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.lengths import Lengths
@@ -56,15 +56,26 @@ class Size(NamedTuple):
         return self.num_uncached + attended_each * self.num_attended
 
     @staticmethod
-    def of(num_prompt: int, num_cached: int = 0, num_in_use: int = 0, num_seats: int = 1) -> Size:
-        """Returns the size of a prompt with so many cached tokens, some of them in use."""
+    def of(
+        num_prompt: int,
+        num_cached: int = 0,
+        num_in_use: int = 0,
+        num_seats: int = 1,
+        keeping: Keeping | None = None,
+    ) -> Size:
+        """Returns the size of a prompt with so many cached tokens, some of them in use, of which so much is kept."""
         num_uncached = max(1, num_prompt - num_cached)
+        num_held = num_prompt if keeping is None else min(num_prompt, keeping.most)
         return Size(
             num_uncached,
-            num_attended(num_prompt - num_uncached, num_prompt),
-            max(1, num_prompt - num_in_use),
+            _num_attended(num_prompt - num_uncached, num_prompt, keeping),
+            max(1, num_held - num_in_use),
             num_seats,
         )
+
+
+def _num_attended(start: int, end: int, keeping: Keeping | None) -> int:
+    return num_attended(start, end) if keeping is None else keeping.num_attended(start, end)
 
 
 class Ticket:
@@ -115,6 +126,8 @@ class Ticket:
         """Tokens of KV that its answers are expected to take."""
         if sampling.max_tokens and not request.branches:
             left = account.left(0, sampling.max_tokens, sampling.num_thinking)
+            if request.keeping is not None:
+                left = min(left, max(0, request.keeping.most - num_prompt))
             self.num_growth = int(self.num_places * left)
         self.num_bytes = _BYTES_PER_TOKEN * num_prompt
         self.key = (deadline_us, order)
@@ -148,11 +161,12 @@ class Ticket:
     def work_left(self, attended_each: float) -> float:
         """Returns the work that it still has with its prompt, in prompt tokens."""
         num_left = self.num_prefill_left
-        return num_left + attended_each * num_attended(self.num_prompt - num_left, self.num_prompt)
+        return num_left + attended_each * self.num_attended_left
 
     @property
     def num_attended_left(self) -> int:
-        return num_attended(self.num_prompt - self.num_prefill_left, self.num_prompt)
+        start = self.num_prompt - self.num_prefill_left
+        return _num_attended(start, self.num_prompt, self.request.keeping)
 
 
 class Backlog:

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from penstock.app.build import Core
 from penstock.app.errors import suggestion
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.params import BeamParams, Pooling, SamplingParams
 from penstock.engine.planning.request import Request
 from penstock.engine.text.grammar import CompiledGrammar
@@ -30,6 +31,7 @@ from penstock.gateway.wire.sampling import (
     beam_tokens,
     beams_of,
     check_beams,
+    keeping_of,
     output_tokens,
     sampling_params,
 )
@@ -80,6 +82,8 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: list[int]
     bad_words: list[str]
     allowed_token_ids: list[int]
+    kv_keep: int
+    """The tokens of a long prompt and answer whose keys and values are kept; 0 keeps all."""
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     use_beam_search: bool
@@ -146,7 +150,8 @@ class Requests:
         assert body is not None
         check_beams(body, min(_LIMITS.max_beams, stats.max_num_seqs))
         beams = beams_of(body, self._core.model.config.eos_token_ids)
-        max_tokens = self._check_room(token_ids, ask.field, ask.max_tokens)
+        keeping = keeping_of(body, self._core.keep)
+        max_tokens = self._check_room(token_ids, ask.field, ask.max_tokens, keeping)
         if beams is not None:
             width = body.num_generated
             most = beam_tokens(ask.max_tokens, len(token_ids), width, stats.num_kv_tokens, stats.block_size)
@@ -162,7 +167,7 @@ class Requests:
             vocab_size=self._vocab_size,
             grammar=self._grammar(ask.form),
         )
-        return _request(token_ids, sampling, ask.service_tier, n=body.n or 1, beams=beams)
+        return _request(token_ids, sampling, ask.service_tier, n=body.n or 1, beams=beams, keeping=keeping)
 
     def _token_ids(self, prompt: str | Sequence[object], name: str) -> list[int]:
         token_ids = (
@@ -176,10 +181,12 @@ class Requests:
             raise invalid(f"'{name}' must not be empty.", name)
         return token_ids
 
-    def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
+    def _check_room(
+        self, token_ids: list[int], name: str, asked: MaxTokens, keeping: Keeping | None = None
+    ) -> int:
         """The most output tokens after a prompt; `name` is what it is called."""
         check_token_ids(token_ids, self._vocab_size, name)
-        return output_tokens(asked, self._core.engine.max_sequence_tokens, len(token_ids), name)
+        return output_tokens(asked, self._core.engine.longest(keeping), len(token_ids), name)
 
     def _grammar(self, form: Form | None) -> CompiledGrammar | None:
         if form is None:
@@ -198,6 +205,7 @@ def _request(
     n: int = 1,
     beams: BeamParams | None = None,
     pooling: Pooling | None = None,
+    keeping: Keeping | None = None,
 ) -> Request:
     return Request(
         request_id="",
@@ -209,6 +217,7 @@ def _request(
         tenant=OPEN_TENANT.name,
         salt=salt_of(OPEN_TENANT),
         pooling=pooling,
+        keeping=keeping,
     )
 
 

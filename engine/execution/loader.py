@@ -11,7 +11,7 @@ import torch
 
 from penstock.engine.config import LoadOptions, ModelConfig
 from penstock.engine.cores import num_cores
-from penstock.engine.errors import CheckpointError
+from penstock.engine.errors import CheckpointError, NotEnoughMemory
 from penstock.engine.execution.buffers import StepBuffers
 from penstock.engine.execution.companions import open_companion, with_room
 from penstock.engine.execution.expert_counts import ExpertCounts, counted, counted_natively
@@ -47,6 +47,7 @@ from penstock.engine.model.quantize_cache import Checkpoint, quantized
 from penstock.engine.model.stacks import unstacked
 from penstock.engine.model.tensors import check_tensors, make_recipe
 from penstock.engine.model.weights import Progress, load_weights
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.program.decoders import make_decoder
 from penstock.engine.program.native import NativeDecoder
@@ -97,17 +98,22 @@ def load_model(
     if options.kv_dtype == "fp8":
         say("--kv-dtype fp8: the KV cache is in int8, which has the size of fp8 and is nearer to 16 bits")
     most = agreed(_most_tokens(memory), world)
-    max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
+    longest = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
+    """The tokens of the longest sequence in memory at a time."""
+    if options.kv_keep:
+        _check_keeping(memory, options, max_model_len)
+    else:
+        max_model_len = longest
     if options.keep_quantized:
         source = quantized(source, say, progress, rounding_of(kernels.team))
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     forget_headers()
-    table, sampler, buffers = _tables(config, kernels, options, max_model_len)
+    table, sampler, buffers = _tables(config, kernels, options, longest)
     if limits.card is not None:
         say(
             "running the largest steps; kernels that are new to this machine are compiled, which takes a while"
         )
-        steps = partial(run_largest, config, weights, kernels, options, max_model_len)
+        steps = partial(run_largest, config, weights, kernels, options, longest)
         memory = plan(measured=measure_steps(device, limits.card, steps)).check()
     if world is not None:
         memory = _in_common(memory, world)
@@ -221,13 +227,27 @@ def _most_tokens(memory: MemoryPlan) -> int:
 
     On a GPU the plan is made once more from measured sizes, and the cache may become larger than it is planned here.
     """
-    on_card = memory.card is not None
-    num_blocks = (
-        max(memory.num_blocks, memory.available // memory.block)
-        if on_card and memory.block
-        else memory.num_blocks
-    )
-    return memory.windows.room(num_blocks, memory.chunk)
+    return memory.windows.room(_most_blocks(memory), memory.chunk)
+
+
+def _most_blocks(memory: MemoryPlan) -> int:
+    if memory.card is None or not memory.block:
+        return memory.num_blocks
+    return max(memory.num_blocks, memory.available // memory.block)
+
+
+def _check_keeping(memory: MemoryPlan, options: LoadOptions, max_model_len: int) -> None:
+    """
+    Raises:
+        NotEnoughMemory: the KV cache has no room for what is kept of one sequence.
+    """
+    most = min(Keeping.of(options.kv_keep, options.block_size).most, max_model_len)
+    needed, usable = memory.windows.num_held(most, memory.chunk), _most_blocks(memory) - 1
+    if needed > usable:
+        raise NotEnoughMemory(
+            f"--kv-keep {options.kv_keep} takes {needed} KV blocks for a sequence, up to {most} tokens, and there are "
+            f"{usable}"
+        )
 
 
 def _tables(

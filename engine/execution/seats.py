@@ -73,6 +73,8 @@ class Seat:
     """Tokens whose KV is written; -1 if nothing of the row is known but the token sampled last."""
     sampled_at: int = -1
     """The position of the token that was sampled last, if its value is in the table; else -1."""
+    num_dropped: int = 0
+    """The tokens of its sequence that had been dropped when the step before was sent."""
     table: FollowedTable = field(default_factory=FollowedTable)
 
 
@@ -217,6 +219,7 @@ class Seats:
             is_known = (
                 len(sequence.block_table) == known.num_blocks
                 and len(sequence.rewritten) == known.num_rewritten
+                and sequence.num_dropped == seat.num_dropped
             )
             if not (is_next and is_known):
                 changes.note(seat, chunk, is_decode=is_decode)
@@ -278,10 +281,14 @@ class _Changes:
     def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
         """Notes the words of a sequence's next step that the table lacks."""
         sequence, number, table = chunk.sequence, seat.number, self._table
-        if seat.length < 0:
-            self._set(table.prompt_lens_at + number, [sequence.num_prompt_tokens])
-        if seat.length != chunk.start:
-            self._set(number, [chunk.start])
+        num_dropped = sequence.num_dropped
+        is_shifted = seat.num_dropped != num_dropped
+        if seat.length < 0 or is_shifted:
+            self._set(table.prompt_lens_at + number, [sequence.num_prompt_tokens - num_dropped])
+            self._set(table.dropped_at + number, [num_dropped])
+        if seat.length != chunk.start or is_shifted:
+            self._set(number, [chunk.start - num_dropped])
+        seat.num_dropped = num_dropped
         if is_decode and seat.sampled_at != chunk.start:
             self._set(table.last_tokens_at + number, [sequence.token_ids[chunk.start]])
         blocks, first = sequence.block_table, table.block_tables_at + number * table.max_blocks

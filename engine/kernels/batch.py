@@ -17,15 +17,18 @@ class Batch:
     token_ids: Tensor
     """[T]"""
     positions: Tensor
-    """[T] the position of each token in its sequence; -1 for rows that pad the batch."""
+    """[T] the place of each token among those of its sequence that were not dropped; -1 for rows that pad the batch."""
     query_starts: Tensor
     """[S + 1] sequence s has the tokens query_starts[s] to query_starts[s + 1]."""
     context_lens: Tensor
-    """[S] tokens of KV that exist once this step has written its own: position of the last one + 1."""
+    """[S] tokens of KV that exist once this step has written its own: place of the last one + 1."""
     block_tables: Tensor
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
     """[R] the rows of the T tokens whose hidden states are wanted."""
+    rotary_positions: Tensor | None = field(default=None, kw_only=True)
+    """[T] the position of each token in its text, by which it is rotated, where tokens of a sequence may have been
+    dropped; None stands for `positions`."""
     state_slots: Tensor | None = field(default=None, kw_only=True)
     """[S, 4] of each sequence, where layers have a state: its source, its target, replayed, certain.
 
@@ -48,6 +51,11 @@ class Batch:
     rows_by_rank: tuple[int, ...] = field(default=(), kw_only=True)
     """The tokens that each rank brings to the experts, where each has sequences of its own; if nothing is said, all
     bring as many."""
+
+    @property
+    def rotated_by(self) -> Tensor:
+        """[T] the position of each token in its text."""
+        return self.positions if self.rotary_positions is None else self.rotary_positions
 
     def tables(self, num: int) -> Tensor:
         """[num, S, max blocks / num]: the `num` tables of each sequence that lie in `block_tables`, entry by entry."""

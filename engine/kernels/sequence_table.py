@@ -22,12 +22,14 @@ class SequenceTable:
     """The running sequences on the device; all int32.
 
     Attributes:
-        lengths: [rows] tokens whose KV is written by the steps launched so far.
-        prompt_lens: [rows] tokens of the prompt.
+        lengths: [rows] tokens whose KV is written by the steps launched so far, but for those dropped since.
+        prompt_lens: [rows] tokens of the prompt, less all that were dropped: so many fewer, below 0 if need be.
         last_tokens: [rows] the token sampled last; -1 where that step found none.
+        dropped: [rows] tokens that were dropped: the token at place p of those that are left has position p + dropped.
         block_tables: [rows, max_blocks] KV blocks; of several tables, the entries for the same tokens side by side.
-        words: these four, one after another, in one piece of memory.
-        prompt_lens_at, last_tokens_at, block_tables_at: the place of their first words there; lengths are first.
+        words: these five, one after another, in one piece of memory.
+        prompt_lens_at, last_tokens_at, dropped_at, block_tables_at: the place of their first words there; lengths are
+            first.
     """
 
     def __init__(
@@ -36,11 +38,15 @@ class SequenceTable:
         """`max_blocks` counts the blocks of all `num_tables` tables of a sequence together."""
         self.num_rows = rows = num_seats + 1
         self.max_blocks, self.block_size, self.num_tables = max_blocks, block_size, num_tables
-        sizes = [rows, rows, rows, rows * max_blocks]
+        sizes = [rows, rows, rows, rows, rows * max_blocks]
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.lengths, self.prompt_lens, self.last_tokens, blocks = torch.split(self.words, sizes)
+        self.lengths, self.prompt_lens, self.last_tokens, self.dropped, blocks = torch.split(
+            self.words, sizes
+        )
         self.block_tables = blocks.view(rows, max_blocks)
-        self.prompt_lens_at, self.last_tokens_at, self.block_tables_at = rows, 2 * rows, 3 * rows
+        self.prompt_lens_at, self.last_tokens_at, self.dropped_at, self.block_tables_at = (
+            number * rows for number in range(1, 5)
+        )
 
     def num_outputs(self, seats: Tensor) -> Tensor:
         """[n] int32: the output tokens of these seats whose KV is written."""
@@ -119,11 +125,13 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     owners = owners.clamp(max=num_sequences - 1)
     is_real &= ~is_padding[owners]
     positions = torch.where(is_real, lengths[owners] + rows - starts[owners], -1)
+    rotary_positions = torch.where(is_real, positions + table.dropped[seats][owners], -1)
     token_ids = torch.where(step.token_ids < 0, table.last_tokens[seats][owners], step.token_ids)
     batch = Batch(
         # A token of -1 could not be sampled: its sequence ends soon, whatever it computes.
         token_ids=torch.where(is_real, token_ids, 0).clamp(min=0),
         positions=positions.int(),
+        rotary_positions=rotary_positions.int(),
         query_starts=starts,
         context_lens=context_lens.int(),
         block_tables=table.block_tables[seats, : step.num_blocks],

@@ -34,9 +34,9 @@ class Launch:
     new: list[tuple[int, Request, int]]
     """Key, request and index of each sequence that no step had before, or not since it was forgotten."""
     words: bytes
-    """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and four lists,
-    each after its length: drafts, the tokens that are new, the place in the block table from which on the blocks after
-    it are new, and the numbers of its `ChunkState`, if it has one."""
+    """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, the tokens that
+    its sequence has dropped, and four lists, each after its length: drafts, the tokens that are new, the place in the
+    block table from which on the blocks after it are new, and the numbers of its `ChunkState`, if it has one."""
     rows: tuple[int, ...] = ()
     """See `StepPlan`."""
 
@@ -95,6 +95,7 @@ class Narrator:
                 chunk.start,
                 chunk.num_tokens,
                 chunk.samples,
+                sequence.num_dropped,
                 len(chunk.drafts),
                 *chunk.drafts,
             )
@@ -138,12 +139,15 @@ class Listener:
 
     def _chunk(self, key: int, rest: Iterator[int]) -> Chunk:
         sequence = self._sequences[key]
-        start, num_tokens, samples = islice(rest, 3)
+        start, num_tokens, samples, sequence.num_dropped = islice(rest, 4)
         drafts = _list(rest)
         sequence.token_ids += _list(rest)
         first, *blocks = _list(rest)
-        sequence.rewritten += range(first, len(sequence.block_table))
-        sequence.block_table[first:] = blocks
+        if first:
+            sequence.rewritten += range(first, len(sequence.block_table))
+            sequence.block_table[first:] = blocks
+        else:  # another table, which may be shorter
+            sequence.block_table, sequence.rewritten = blocks, []
         state = _state(_list(rest))
         return Chunk(sequence, start, num_tokens, bool(samples), drafts=drafts, state=state)
 

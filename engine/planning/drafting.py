@@ -340,7 +340,7 @@ class Drafting:
             return None
         token_s = plain_s / self._num_sampling
         if not self._is_measured:
-            context = sum(chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.samples)
+            context = sum(chunk.depth + chunk.num_tokens for chunk in plan.chunks if chunk.samples)
             token_s = self._step_seconds(0, self._num_sampling, context, 0) / self._num_sampling
         if self._has_experts:  # of which every draft adds fewer than the one before
             return Price(plain_s, token_s, added_s, overhead)
@@ -363,7 +363,11 @@ class Drafting:
 
     def _guesses_ahead(self, plan: StepPlan) -> list[Guess]:
         """Places for the draft model's drafts in a step that is planned before the one before it is back."""
-        chunks = [chunk for chunk in plan.chunks if not chunk.sequence.request.sampling.is_guided]
+        chunks = [
+            chunk
+            for chunk in plan.chunks
+            if not chunk.sequence.request.sampling.is_guided and not chunk.sequence.num_dropped
+        ]
         return [g for chunk in chunks if (g := self._guess(chunk, is_known=False)) is not None]
 
     def _guess(self, chunk: Chunk, *, is_known: bool) -> Guess | None:
@@ -372,6 +376,7 @@ class Drafting:
         if not chunk.samples or chunk.num_tokens != 1 or (is_known and num_pending != 1):
             return None
         length = min(self.most, sequence.horizon - len(sequence.token_ids) - num_pending)
+        length = min(length, sequence.drop_at - sequence.num_computed)
         if length <= 0:
             return None
         record = self._records.get(sequence)
@@ -408,6 +413,7 @@ class Drafting:
             for guess in guesses
             if (not guess.drafts or guess.rate < guess.record.rates[DRAFT_MODEL])
             and not guess.is_copied(plan)
+            and not guess.chunk.sequence.num_dropped  # the model has its own keys and values in other places
         ]
         if not better:
             return

@@ -16,6 +16,9 @@ The block tables of a sequence lie in one list, the entries for the same tokens 
     [num_committed, num_computed)  being written by steps in flight; full prompt blocks are marked pending
     [num_computed, ...)            room that was allocated ahead; 0 where a table with a window has none yet
 
+Where only a part of a long sequence is kept (keeping.py), tokens in its middle are dropped: their entries leave the
+list, and those of later tokens lie `num_dropped` tokens further to the front. What such tokens leave is never found.
+
 One entry that is not 0 is one reference in the pool. A block with more than one reference is never written: `grow`
 replaces it by a copy first.
 """
@@ -159,7 +162,10 @@ class SequenceMemory:
         That is the end of the last block of each: all other blocks are full, or will be by tokens that are known.
         """
         size, num_used = self.block_size, self.pool.num_blocks - 1 - self.pool.num_free
-        tables = ((len(s.block_table) // self.num_tables * size, len(s.token_ids)) for s in sequences)
+        tables = (
+            (len(s.block_table) // self.num_tables * size, len(s.token_ids) - s.num_dropped)
+            for s in sequences
+        )
         num_unfilled = sum(max(0, room - num_tokens) for room, num_tokens in tables) * self.num_tables
         return num_unfilled / (num_used * size) if num_used else 0.0
 
@@ -239,7 +245,7 @@ class SequenceMemory:
         have to be cached, as many as the window has; the entries before them are 0. Where layers have a state, there is
         one after the prefix.
         """
-        most, prefix = sequence.num_reusable, sequence.prefix
+        most, prefix = min(sequence.num_reusable, sequence.num_findable), sequence.prefix
         key = self.index, self.index.generation, most
         if prefix is None or prefix.key != key:
             before = prefix if prefix is not None and prefix.key[0] is self.index else None
@@ -364,18 +370,23 @@ class SequenceMemory:
     def grow(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Makes the first `num_tokens` tokens of a running sequence writable from `num_computed` on.
 
-        Blocks that lie behind the window of the token at `num_computed` are given back first.
+        Blocks that lie behind the window of the token at `num_computed`, or are dropped before it, are given back
+        first.
 
         Returns:
             The block copies (source, target) that must happen first. None if there are not enough free blocks, or no
-            slot that the next step may write; then nothing was allocated.
+            slot that the next step may write, or if steps in flight have to come back before tokens are dropped; then
+            nothing was allocated.
         """
         if self.states is not None and not self.states.has_target(sequence):
+            return None
+        if sequence.num_computed >= sequence.drop_at and not self._drop_middle(sequence):
             return None
         if self._has_windows:
             self._free_behind_windows(sequence)
         table, counts, num_tables = sequence.block_table, self.pool.ref_counts, self.num_tables
-        first, num_held = sequence.num_computed // self.block_size * num_tables, len(table)
+        first, num_held = self._first_entry(sequence), len(table)
+        num_tokens -= sequence.num_dropped
         if (
             first + num_tables == num_held
             and counts[table[first]] == 1
@@ -400,9 +411,12 @@ class SequenceMemory:
         """Says whether `grow` succeeds once the steps in flight have come back, if nobody else takes a page."""
         if self.states is not None and not self.states.has_target(sequence):
             return True  # a slot is free when the next step has come back
-        table, num_computed = sequence.block_table, sequence.num_computed
-        num_needed = len(self._shared(sequence, num_tokens)) + self._num_missing(sequence, num_tokens)
-        num_sure = num_computed - sequence.num_unsure
+        if sequence.num_computed >= sequence.drop_at:
+            return True  # what is dropped next is known when the steps in flight have come back
+        table, num_dropped = sequence.block_table, sequence.num_dropped
+        num_needed = len(self._shared(sequence, num_tokens - num_dropped))
+        num_needed += self._num_missing(sequence, num_tokens - num_dropped)
+        num_sure = sequence.num_computed - num_dropped - sequence.num_unsure
         behind = [table[i] for i in self.windows.behind(table, num_sure, num_sure)]
         return num_needed <= self.pool.num_free + self.num_returning + self.pool.num_alone(behind)
 
@@ -410,15 +424,21 @@ class SequenceMemory:
         """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs.
 
         Returns:
-            False if the parent has given everything back, or nobody kept the state after these tokens.
+            False if the parent has given everything back, or has dropped what the child's next token attends to, or
+            nobody kept the state after these tokens.
         """
-        num_shared = min(len(child.token_ids) - 1, parent.num_committed)
-        if not parent.block_table:
+        num_shared, keeping = min(len(child.token_ids) - 1, parent.num_committed), child.keeping
+        if not parent.block_table or parent.num_dropped != (
+            keeping.num_dropped(num_shared) if keeping else 0
+        ):
             return False
         if self.states is not None and not self.states.fork(parent, child, num_shared):
             return False
         child.num_computed = child.num_committed = num_shared
-        child.block_table = parent.block_table[: self.blocks_for(num_shared + 1) * self.num_tables]
+        child.num_dropped, child.drop_at = parent.num_dropped, parent.drop_at
+        child.timings.num_kv_dropped = parent.num_dropped
+        num_held = num_shared - parent.num_dropped
+        child.block_table = parent.block_table[: self.blocks_for(num_held + 1) * self.num_tables]
         child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
         for block in filter(None, child.block_table):
             self.pool.hold(block)
@@ -433,13 +453,16 @@ class SequenceMemory:
 
     def commit(self, sequence: Sequence, num_committed: int) -> None:
         """Confirms the tokens before `num_committed`, whose step came back; from now on what they left is found."""
-        first, last = sequence.num_committed // self.block_size, num_committed // self.block_size
+        num_findable = (
+            num_committed if sequence.keeping is None else min(num_committed, sequence.num_findable)
+        )
+        first, last = sequence.num_committed // self.block_size, num_findable // self.block_size
         sequence.num_committed = num_committed
-        if first != last and self.prefix_cache:
+        if first < last and self.prefix_cache:
             for block_hash in extend_chain(sequence, last, self.block_size)[first:last]:
                 self.index.end(block_hash, sequence)
-            num_tables = self.num_tables
-            self._note_full(sequence, first, sequence.block_table[first * num_tables : last * num_tables])
+            start, end = (self._entry(sequence, i * self.block_size) for i in (first, last))
+            self._note_full(sequence, first, sequence.block_table[start:end])
         if self.states is not None:
             self.states.commit(sequence, num_committed)
 
@@ -461,12 +484,40 @@ class SequenceMemory:
             self.index.end(block_hash, sequence)
         blocks, sequence.block_table = sequence.block_table, []
         sequence.num_computed = sequence.num_committed = 0
+        sequence.drop_nothing()
         if self._copies:
             held = set(blocks)
             self._copies = [copy for copy in self._copies if copy[1] not in held]
         self.pool.give_back(blocks, self._last_step)
 
     # Blocks
+
+    def _entry(self, sequence: Sequence, position: int) -> int:
+        """The place in a sequence's table of the first entry of the block of a token that was not dropped."""
+        return (position - sequence.num_dropped) // self.block_size * self.num_tables
+
+    def _first_entry(self, sequence: Sequence) -> int:
+        """The place of the first entry for tokens that are not computed."""
+        return (sequence.num_computed - sequence.num_dropped) // self.block_size * self.num_tables
+
+    def _drop_middle(self, sequence: Sequence) -> bool:
+        """Drops the tokens that the one at `num_computed` does not attend to, and gives their blocks back.
+
+        Returns:
+            False if steps in flight have to come back first: with wrong drafts the sequence is still before this place,
+            and blocks whose tokens are not confirmed are yet to be found.
+        """
+        keeping, num_sure = sequence.keeping, sequence.num_computed - sequence.num_unsure
+        assert keeping is not None
+        start = sequence.num_dropped + keeping.num_first
+        if num_sure < sequence.drop_at or sequence.num_committed < start + keeping.stride:
+            return False
+        first, end = (self._entry(sequence, position) for position in (start, start + keeping.stride))
+        table = sequence.block_table
+        sequence.block_table, sequence.rewritten = table[:first] + table[end:], []
+        sequence.drop()
+        self.pool.give_back(table[first:end], self._last_step)
+        return True
 
     def _note_full(self, sequence: Sequence, first: int, entries: list[int]) -> None:
         """Lets the full blocks of a sequence from the `first` on be found, in each of its tables."""
@@ -488,13 +539,14 @@ class SequenceMemory:
 
     def _ends_at_start(self, sequence: Sequence, prefix: Prefix) -> list[int]:
         num_found = prefix.num_tokens // self.block_size * self.block_size
-        return self.windows.ends_at_start(len(sequence.token_ids), num_found, self.max_chunk)
+        num_known = min(len(sequence.token_ids), sequence.num_findable)
+        return self.windows.ends_at_start(num_known, num_found, self.max_chunk)
 
     def _free_behind_windows(self, sequence: Sequence) -> None:
         """Gives back the blocks behind windows, but for those that have no hash yet: these are to be found again."""
         table, blocks = sequence.block_table, list[int]()
-        num_sure = sequence.num_computed - sequence.num_unsure
-        for i in self.windows.behind(table, num_sure, sequence.num_committed):
+        num_sure = sequence.num_computed - sequence.num_dropped - sequence.num_unsure
+        for i in self.windows.behind(table, num_sure, sequence.num_committed - sequence.num_dropped):
             blocks.append(table[i])
             table[i] = 0
             sequence.rewritten.append(i)
@@ -502,22 +554,22 @@ class SequenceMemory:
             self.pool.give_back(blocks, self._last_step)
 
     def _shared(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The entries for tokens between `num_computed` and `num_tokens` whose blocks others hold, too."""
+        """The entries from `num_computed` on, for so many tokens in all, whose blocks others hold, too."""
         table, counts = sequence.block_table, self.pool.ref_counts
-        first = sequence.num_computed // self.block_size * self.num_tables
+        first = self._first_entry(sequence)
         end = min(len(table), self.blocks_for(num_tokens) * self.num_tables)
         return [i for i in range(first, end) if counts[table[i]] > 1]
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Returns how many entries for tokens between `num_computed` and `num_tokens` have no block."""
-        table, first = sequence.block_table, sequence.num_computed // self.block_size * self.num_tables
+        """Returns how many entries from `num_computed` on, for so many tokens in all, have no block."""
+        table, first = sequence.block_table, self._first_entry(sequence)
         end = self.blocks_for(num_tokens) * self.num_tables
         return table[first:end].count(0) + max(0, end - len(table))
 
     def _extend(self, sequence: Sequence, ends: list[int]) -> None:
         """Takes a free block for every entry from `num_computed` on that has none, in each table up to its own end."""
         table, num_tables, num_held = sequence.block_table, self.num_tables, len(sequence.block_table)
-        first = sequence.num_computed // self.block_size * num_tables
+        first = self._first_entry(sequence)
         table += [0] * (max(ends) * num_tables - num_held)
         for number, end in enumerate(ends):
             for i in range(first + number, end * num_tables, num_tables):

@@ -59,8 +59,10 @@ def prompt_hashes(token_ids: TokenIds[int], block_size: int, salt: bytes) -> tup
 
 
 def with_hashes(request: Request, block_size: int) -> Request:
-    """Returns the request with the hashes of its prompt."""
-    return replace(request, block_hashes=prompt_hashes(request.prompt_token_ids, block_size, request.salt))
+    """Returns the request with the hashes of its prompt, or of the part that may be found."""
+    token_ids, keeping = request.prompt_token_ids, request.keeping
+    findable = token_ids if keeping is None else token_ids[: keeping.most + 1]
+    return replace(request, block_hashes=prompt_hashes(findable, block_size, request.salt))
 
 
 class PrefixIndex:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.params import BeamParams, Branch, Pooling, SamplingParams
 from penstock.engine.planning.state_records import Prefix, SequenceState
 from penstock.engine.planning.timings import Timings
@@ -50,6 +51,9 @@ class Request:
     """The way in which the embedding of the prompt is made; None if no embedding is wanted."""
     branches: tuple[Branch, ...] = ()
     """The texts that are scored after the prompt, none of which is chosen. Each is one of the `n` choices."""
+    keeping: Keeping | None = None
+    """The part of a long sequence's keys and values that is kept; None if all are. A search over beams, and branches,
+    keep all."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,6 +150,12 @@ class Sequence:
     and output tokens, whatever the request asks for."""
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    keeping: Keeping | None = field(init=False, default=None)
+    """The part of its keys and values that is kept, if it may become so long that some are dropped."""
+    num_dropped: int = field(init=False, default=0)
+    """The tokens that were dropped: token p has the entries of `block_table` of place p - num_dropped, or none."""
+    drop_at: int = field(init=False, default=NO_LIMIT)
+    """Before the token at this position is computed, some are dropped."""
     horizon: int = field(init=False)
     """No step is planned that computes the token with this number, or drafts beyond it: there `max_len` ends the
     sequence, or the chosen token may be replaced by others, which the host has to know first."""
@@ -202,6 +212,8 @@ class Sequence:
         self.horizon = self.max_len = max(longest, len(self.token_ids) + 1)
         is_only = request.n == 1 and request.beams is None and not request.branches
         self.is_simple = is_only and not request.sampling.is_guided and request.sampling.thinking is None
+        if request.keeping is not None and self.max_len > request.keeping.most:
+            self.keeping, self.drop_at = request.keeping, request.keeping.most
         if request.sampling.thinking is not None:
             num_free = max(request.sampling.thinking.num_tokens, len(request.output_token_ids))
             self.horizon = min(self.max_len, num_prompt + num_free + 1)
@@ -267,6 +279,30 @@ class Sequence:
         if self.index or not self.request.reads_prompt:
             return num_known
         return num_known if self.is_scored and num_scored == self.num_prompt_tokens - 1 else num_scored
+
+    @property
+    def num_findable(self) -> int:
+        """The first tokens whose blocks are those of any sequence of these tokens; later ones attend to fewer."""
+        return NO_LIMIT if self.keeping is None else self.keeping.most
+
+    @property
+    def segment_end(self) -> int:
+        """No step computes tokens before this place and after it, from `num_computed` on: some are dropped here."""
+        if self.keeping is None or self.num_computed < self.drop_at:
+            return self.drop_at
+        return self.drop_at + self.keeping.stride
+
+    def drop(self) -> None:
+        """Counts tokens as dropped."""
+        assert self.keeping is not None
+        self.num_dropped += self.keeping.stride
+        self.drop_at += self.keeping.stride
+        self.timings.num_kv_dropped = self.num_dropped
+
+    def drop_nothing(self) -> None:
+        """Begins anew: no token was dropped."""
+        if self.keeping is not None:
+            self.num_dropped, self.drop_at = 0, self.keeping.most
 
     @property
     def num_remaining(self) -> int:

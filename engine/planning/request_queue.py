@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import floor, inf, sqrt
 from typing import Protocol
 
+from penstock.engine.planning.keeping import num_attended
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import num_attended
 
 _ROUNDING = 1e-6
 """The part of a token that may be missing to a whole one by rounding."""

@@ -22,6 +22,7 @@ from math import inf
 
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.drafting import Drafting
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import NO_LIMIT, Output, Request, Sequence
@@ -59,7 +60,7 @@ class Scheduler:
         self.max_len = min(limits.max_model_len, memory.max_tokens)
         self.sequences = sequences = Sequences(queue, memory)
         self.queue = queue
-        self._results = StepResults(sequences, queue, sink, limits.max_num_seqs, self.max_len)
+        self._results = StepResults(sequences, queue, sink, limits.max_num_seqs, self.longest)
         self.size = StepSize(sequences, limits.max_batch_tokens)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
@@ -86,6 +87,12 @@ class Scheduler:
         """The first request of the current turn that did not fit."""
         self._last: StepPlan | None = None
         """The plan that was made last, until it has ended."""
+
+    def longest(self, keeping: Keeping | None) -> int:
+        """The tokens of the longest sequence of which so much is kept; None stands for all of it."""
+        if keeping is None or keeping.most > self.memory.max_tokens:
+            return self.max_len
+        return self.limits.max_model_len
 
     @property
     def most_tokens(self) -> int:
@@ -242,7 +249,7 @@ class Scheduler:
         sequence.num_pending += samples
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
-        self._work_left -= self._allowance.work(start, num_tokens)
+        self._work_left -= self._allowance.work(start - sequence.num_dropped, num_tokens)
         if num_remaining > 1 and sequence.is_scored:
             self._scored_left -= num_tokens
 
@@ -255,8 +262,10 @@ class Scheduler:
         """Returns how many tokens of a longer chunk the step has room for."""
         allowance, start = self._allowance, sequence.num_computed
         is_first = self._work_left == allowance.prefill_work
-        within = max(allowance.tokens_within(self._work_left, start), allowance.least if is_first else 0)
-        most = min(num_remaining, self._tokens_left, self.memory.max_chunk, within)
+        depth = start - sequence.num_dropped
+        within = max(allowance.tokens_within(self._work_left, depth), allowance.least if is_first else 0)
+        longest = min(self.memory.max_chunk, sequence.segment_end - start)
+        most = min(num_remaining, self._tokens_left, longest, within)
         return (
             min(most, self._scored_left) if sequence.is_scored and len(self.sequences.running) > 1 else most
         )
@@ -436,7 +445,7 @@ class Scheduler:
     def _made_of(self, request: Request) -> Sequence:
         if request.beams is not None:
             return Beams(request, request.beams, self.max_len).members[0]
-        return Sequence(request, request.index, max_len=self.max_len)
+        return Sequence(request, request.index, max_len=self.longest(request.keeping))
 
     def _start(self, plan: StepPlan, sequence: Sequence, now: float) -> None:
         self.memory.start(sequence)

@@ -158,7 +158,7 @@ class StateGroup:
         if state is None:
             return
         if (
-            self._prefix_cache
+            self._is_findable(sequence, sequence.num_computed)
             and not state.is_torn
             and sequence.finish_reason is not FinishReason.FAILED
             and sequence.request.beams is None
@@ -270,9 +270,9 @@ class StateGroup:
         is_needed: bool = False,
     ) -> int:
         """Plans a snapshot of the state of the first `base` tokens; returns its slot, 0 if there is none for it."""
-        if not (self._prefix_cache or is_needed):
-            return 0
         num_pending = min(self._num_pending, end - base)
+        if not (self._is_findable(chunk.sequence, base + num_pending) or is_needed):
+            return 0
         snapshot = self._snapshot(chunk.sequence, state, base, base + num_pending)
         snapshot.slot = self.allocate(inf if is_needed else snapshot.gain)
         if snapshot.slot:
@@ -285,7 +285,7 @@ class StateGroup:
         """A snapshot without a slot, of a state and pending rows up to `end`."""
         size, num_tables = self._block_size, self._num_tables
         first, key = base // size, b""
-        if self._prefix_cache:
+        if self._is_findable(sequence, end):
             hashes = extend_chain(sequence, end // size, size)
             key = hashes[first - 1] if first else chain_start(sequence.request.salt)
         return Snapshot(
@@ -297,6 +297,10 @@ class StateGroup:
             end=end,
             parent=state.last,
         )
+
+    def _is_findable(self, sequence: Sequence, end: int) -> bool:
+        """Whether others may find what a sequence leaves up to there."""
+        return self._prefix_cache and end <= sequence.num_findable and not sequence.num_dropped
 
     def _end_forks(self, state: SequenceState) -> None:
         if state.fork is not None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
+from penstock.engine.planning.keeping import num_attended
 from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.price import Price
 from penstock.engine.planning.request import Sequence, TokenLogprobs
 from penstock.engine.planning.state_records import ChunkState
-
-
-def num_attended(start: int, end: int) -> int:
-    """The pairs of a token of `[start, end)` and a token that it attends to: itself and all before it."""
-    return (end * (end + 1) - start * (start + 1)) // 2
-
 
 OPEN = -1
 """A draft that the draft model is yet to make."""
@@ -50,6 +45,11 @@ class Chunk:
     def is_stale(self) -> bool:
         """Whether its sequence gave way since: the blocks that it writes are no longer the sequence's."""
         return self.incarnation != self.sequence.num_preemptions
+
+    @property
+    def depth(self) -> int:
+        """The tokens before it that its sequence has keys and values of."""
+        return self.start - self.sequence.num_dropped
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +145,7 @@ class StepPlan:
     def num_attended(self) -> int:
         """Pairs of a token of such a chunk and a token that it attends to, itself included."""
         return sum(
-            num_attended(chunk.start, chunk.start + chunk.num_tokens)
+            num_attended(chunk.depth, chunk.depth + chunk.num_tokens)
             for chunk in self.chunks
             if chunk.start < chunk.sequence.num_prompt_tokens
         )
@@ -153,7 +153,7 @@ class StepPlan:
     @property
     def num_context(self) -> int:
         """Tokens whose KV the step reads, over all its sequences."""
-        return sum(chunk.start + chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.depth + chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(slots=True)

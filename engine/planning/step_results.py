@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.planning.beams import Beams, BeamSequence
 from penstock.engine.planning.chunks import take_back
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.params import Branch, Pooling
 from penstock.engine.planning.request import NO_LIMIT, FinishReason, Output, Request, Sequence, TokenLogprobs
 from penstock.engine.planning.request_queue import RequestQueue
@@ -68,13 +70,14 @@ class StepResults:
         queue: RequestQueue,
         sink: TokenSink,
         max_num_seqs: int,
-        max_len: int,
+        longest: Callable[[Keeping | None], int],
     ) -> None:
+        """`longest` says how many tokens a sequence may have of which so much is kept."""
         self._sequences = sequences
         self._queue = queue
         self._sink = sink
         self._max_num_seqs = max_num_seqs
-        self._max_len = max_len
+        self._longest = longest
 
     def commit(
         self, plan: StepPlan, result: StepResult, now: float, later: StepPlan | None = None
@@ -264,7 +267,7 @@ class StepResults:
 
     def _choice_after(self, other: Sequence, index: int) -> Sequence:
         """Another choice of a request, some of whose tokens were found in the cache when `other` began."""
-        choice = Sequence(other.request, index, other.order, self._max_len)
+        choice = Sequence(other.request, index, other.order, self._longest(other.request.keeping))
         choice.timings.scheduled_s = other.timings.scheduled_s
         choice.timings.num_cached_tokens = other.timings.num_cached_tokens
         return choice

@@ -77,6 +77,8 @@ class Timings:
     """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: dict[str, DraftCount] = field(default_factory=dict)
     """The counts of drafts by proposer."""
+    num_kv_dropped: int = 0
+    """Tokens whose keys and values were dropped, so that no later token attends to them."""
     experts_before: ExpertSums | None = None
     """The engine's sums when the first token came."""
     experts: ExpertSums = NO_EXPERTS

@@ -213,7 +213,7 @@ class Run:
 
     def _places(self, heads: Positions, table: int) -> TokenPlaces:
         in_cache = self._kv_places(table)
-        return TokenPlaces(self._batch.positions, in_cache, heads.cos, heads.sin, heads.q_scales)
+        return TokenPlaces(self._batch.rotated_by, in_cache, heads.cos, heads.sin, heads.q_scales)
 
     def _kv_places(self, table: int) -> Tensor:
         if table not in self._in_cache:

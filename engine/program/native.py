@@ -268,6 +268,8 @@ def _step(batch: Batch, block_tables: Tensor) -> structs.Step:
     expect_ints("context_lens", batch.context_lens, (sequences,))
     expect_ints("block_tables", block_tables, (len(block_tables), sequences, block_tables.shape[-1]))
     expect_ints("sample_rows", batch.sample_rows, (batch.sample_rows.shape[0],))
+    if (rotary := batch.rotary_positions) is not None:
+        expect_ints("rotary_positions", rotary, (tokens,))
     slots, saves = batch.state_slots, batch.state_saves
     if slots is not None:
         expect_ints("state_slots", slots, (sequences, 4))
@@ -287,6 +289,7 @@ def _step(batch: Batch, block_tables: Tensor) -> structs.Step:
         pointer(slots),
         pointer(saves),
         0 if saves is None else len(saves),
+        pointer(rotary),
     )
 
 

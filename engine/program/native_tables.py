@@ -39,7 +39,10 @@ def tables_of(
         expect_ints("choosable", choosable, (num_logits,))
         if not 0 <= int(choosable.min()) <= int(choosable.max()) < vocab:
             raise ValueError(f"logits of tokens beyond a vocabulary of {vocab}")
-    columns = (table.words, table.lengths, table.prompt_lens, table.last_tokens, table.block_tables)
+    columns = (
+        *(table.words, table.lengths, table.prompt_lens),
+        *(table.last_tokens, table.dropped, table.block_tables),
+    )
     return structs.StepTables(
         *(column.data_ptr() for column in columns),
         table.num_rows,

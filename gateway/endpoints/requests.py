@@ -34,6 +34,7 @@ from penstock.gateway.wire.sampling import (
     beam_tokens,
     beams_of,
     context_exceeded,
+    keeping_of,
     output_tokens,
     sampling_params,
     watermark_of,
@@ -203,12 +204,15 @@ class RequestMaker:
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", inbound.ask.field)
         fields: dict[str, Any] = {"sampling": _NO_OUTPUT, "pooling": options.embedding.pooling}
-        if body is not None:
+        if body is None:
+            self._check_whole([len(prompt)], inbound.ask.field)
+        else:
             sampling = self.sampling(
                 inbound.ask, len(prompt), guidance, bad_words, is_recorded=inbound.is_recorded
             )
             beams = beams_of(body, options.eos_token_ids) if body.use_beam_search else None
-            fields = {"sampling": sampling, "n": body.num_generated, "beams": beams}
+            keeping = keeping_of(body, options.keep)
+            fields = {"sampling": sampling, "n": body.num_generated, "beams": beams, "keeping": keeping}
         return with_hashes(_common(inbound, id, prompt, **fields), options.block_size)
 
     def sampling(
@@ -223,7 +227,7 @@ class RequestMaker:
         """Returns how the tokens of answers to a prompt of that length are chosen; raises 400 if it does not fit."""
         body, options = ask.sampling, self._service.options
         assert body is not None
-        context_length = self._service.dispatch.context_length
+        context_length = self._service.dispatch.longest(keeping_of(body, options.keep))
         max_tokens = output_tokens(ask.max_tokens, context_length, num_prompt_tokens, ask.field)
         if body.use_beam_search:
             stats = self._service.engine_stats()
@@ -346,14 +350,18 @@ class RequestMaker:
         lengths = [len(request.prompt_token_ids)]
         for branch in request.branches[1:]:
             lengths.append(lengths[branch.parent] + len(branch.token_ids))
-        context_length = self._service.dispatch.context_length
-        if max(lengths) >= context_length:
-            raise context_exceeded(context_length, f"{max(lengths)} tokens", field)
+        self._check_whole(lengths, field)
         given = (request.prompt_token_ids, *(branch.token_ids for branch in request.branches))
         scored = (branch.candidates for branch in request.branches)
         if any(max(tokens, default=0) >= self._service.vocab_size for tokens in (*given, *scored)):
             raise invalid("The request has tokens that the model does not know.", field)
         return with_hashes(request, self._service.options.block_size)
+
+    def _check_whole(self, lengths: Sequence[int], field: str) -> None:
+        """Raises 400 if one of these inputs, of which everything is kept, does not fit into the context."""
+        context_length = self._service.dispatch.longest(None)
+        if max(lengths) >= context_length:
+            raise context_exceeded(context_length, f"{max(lengths)} tokens", field)
 
 
 def _common(inbound: Inbound, id: str, prompt: Sequence[int], **fields: Any) -> Request:

@@ -183,6 +183,7 @@ def timings_of(reply: Reply) -> dict[str, object] | None:
         "promised_ttft_ms": None if promised_s is None else _ms(promised_s),
         "predicted_ttft_ms": None if predicted_s is None else _ms(predicted_s),
         "preemptions": sum(t.num_preemptions for t in timings),
+        "kv_dropped_tokens": sum(t.num_kv_dropped for t in timings),
         "draft_tokens": sum(count.num_drafted for count in drafts.values()),
         "accepted_tokens": sum(count.num_accepted for count in drafts.values()),
         "drafts": {

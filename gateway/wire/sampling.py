@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from penstock.engine.planning.keeping import Keeping, least_kept
 from penstock.engine.planning.params import BeamParams, SamplingParams
 from penstock.engine.planning.windows import most_tokens_of_forks
 from penstock.engine.text.bans import Words
@@ -36,6 +37,46 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepLimits:
+    """The bounds of `kv_keep`: the tokens of a long sequence whose keys and values are kept."""
+
+    default: int = 0
+    """For requests that do not say; 0 keeps all."""
+    most: int = 1 << 31
+    """The positions of the model."""
+    window: int = 0
+    """The longest sliding window of a layer."""
+    sees_chunks: bool = False
+    """Whether layers see chunks, in which no tokens can be missing."""
+    block_size: int = 16
+
+    def mistake(self, num_tokens: int) -> str:
+        """Returns what is wrong with a number, to be read after its name; empty if nothing is."""
+        least = least_kept(self.block_size, self.window)
+        if num_tokens and self.sees_chunks:
+            return "is not for this model: its layers see chunks of the text"
+        if num_tokens and not least <= num_tokens <= self.most:
+            return f"must be 0, which keeps all, or between {least} and {self.most} for this model"
+        return ""
+
+    def keeping(self, num_tokens: int) -> Keeping | None:
+        return Keeping.of(num_tokens, self.block_size) if num_tokens else None
+
+
+def keeping_of(body: SamplingFields, limits: KeepLimits) -> Keeping | None:
+    """Returns the part that is kept of a request's long sequences; None if all is, as a search over beams does.
+
+    Raises:
+        ApiError: 400, if so many tokens cannot be kept.
+    """
+    if mistake := limits.mistake(body.kv_keep or 0):
+        raise invalid(f"'kv_keep' {mistake}.", "kv_keep")
+    if body.use_beam_search:
+        return None
+    return limits.keeping(limits.default if body.kv_keep is None else body.kv_keep)
 
 
 class MaxTokens(NamedTuple):
@@ -194,6 +235,7 @@ _EXCLUDED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
     **dict.fromkeys(("guided_grammar", "json_schema", "thinking_token_budget", "allowed_token_ids"), ()),
     "grammar": ("",),
+    "kv_keep": (0,),
 }
 
 

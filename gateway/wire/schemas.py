@@ -133,6 +133,7 @@ class SamplingFields(TokenChoice, ModelRequest):
     truncate_prompt_tokens: Truncation | None = None
     watermark: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    kv_keep: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     return_tokens_as_token_ids: bool | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.planning.step import num_attended
+from penstock.engine.planning.keeping import num_attended
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.outlook import Outlook
 from penstock.priority.pacing import PromptPace, StepPlanner, Streams

@@ -63,6 +63,8 @@ class Driver:
         max_drafts: int | None = None,
         expert_parallel: str = "auto",
         data_parallel_attention: bool = False,
+        kv_keep: int = 0,
+        kv_dtype: str = "auto",
     ) -> None:
         """With `followers`, the model is on several ranks, and has no drafts unless `max_drafts` says so."""
         if max_drafts is None:
@@ -76,6 +78,8 @@ class Driver:
             max_drafts=max_drafts,
             expert_parallel=expert_parallel,
             data_parallel_attention=data_parallel_attention,
+            kv_keep=kv_keep,
+            kv_dtype=kv_dtype,
         )
 
         world = None if followers is None else followers.world

@@ -17,6 +17,7 @@ from penstock.engine.execution.draft_kv import DraftChunk, DraftKV
 from penstock.engine.planning.device import OutOfMemory, RunnerFacts, StepInFlight
 from penstock.engine.planning.drafting import Drafting, Proposer
 from penstock.engine.planning.guesses import Guess
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.pace import Pace
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.ranked_memory import Memory
@@ -43,8 +44,29 @@ def expected_output(request: Request, index: int, max_len: int, window: int = 0)
     for _ in range(request.sampling.max_tokens):
         if len(known) >= max_len:
             break
-        known.append(next_token(known, request, index, window))
+        known.append(next_token(kept(known, request.keeping), request, index, window))
     return known[len(request.prompt_token_ids) :]
+
+
+def kept(token_ids: list[int], keeping: Keeping | None) -> list[int]:
+    """The tokens that the last one attends to."""
+    num_dropped = 0 if keeping is None else keeping.num_dropped(len(token_ids) - 1)
+    if keeping is None or not num_dropped:
+        return token_ids
+    return token_ids[: keeping.num_first] + token_ids[keeping.num_first + num_dropped :]
+
+
+DROPPED = -1
+"""In place of a block."""
+
+
+def blocks_by_position(sequence: Sequence, block_size: int, num_tables: int = 1) -> list[int]:
+    """The block table of a sequence, with an entry for all of its tokens."""
+    if not sequence.num_dropped:
+        return sequence.block_table
+    assert sequence.keeping is not None
+    first, num = (n // block_size * num_tables for n in (sequence.keeping.num_first, sequence.num_dropped))
+    return sequence.block_table[:first] + [DROPPED] * num + sequence.block_table[first:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +190,10 @@ class FakeRunner:
     def _rows(self, chunk: Chunk) -> tuple[ChunkState | None, int, int, int, ListLike[int]]:
         """The slots of a chunk, where it begins and ends, its drafts, and the blocks that it has written."""
         end = chunk.start + chunk.num_tokens
-        return chunk.state, chunk.start, end, len(chunk.drafts), chunk.sequence.block_table
+        return chunk.state, chunk.start, end, len(chunk.drafts), self._table_of(chunk.sequence)
+
+    def _table_of(self, sequence: Sequence) -> list[int]:
+        return blocks_by_position(sequence, self.block_size, len(self.windows))
 
     def _run_states(
         self, chunks: list[tuple[ChunkState | None, int, int, int, ListLike[int]]], *, breaks_off: bool
@@ -193,15 +218,15 @@ class FakeRunner:
                 assert before[first:] == seen, f"the state is of {before}, {seen} are seen"
 
     def _write(self, chunk: Chunk) -> None:
-        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *self.drafts_of(chunk)]
+        table, tokens = self._table_of(chunk.sequence), [*chunk.sequence.token_ids, *self.drafts_of(chunk)]
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            self._store(sequence.block_table, position, tokens[position])
+            self._store(table, position, tokens[position])
 
     def _store(self, entries: ListLike[int], position: int, token: int) -> None:
         """Writes a token into a block of every table."""
         for table in range(len(self.windows)):
             block = entries[position // self.block_size * len(self.windows) + table]
-            assert block != 0, "block 0 is padding"
+            assert block > 0, "block 0 is padding"
             self._blocks[block][position % self.block_size] = (table, position, token)
         self.num_tokens += 1
 
@@ -213,8 +238,9 @@ class FakeRunner:
         drawn: list[int] = []
         while True:
             length = len(sequence.token_ids) + len(drawn)
-            seen = self._seen_by(sequence.block_table, length)
-            assert seen == tokens[:length][-self.window :], f"{sequence!r} sees {seen}"
+            seen = self._seen_by(self._table_of(sequence), length)
+            visible = kept(tokens[:length], sequence.keeping)
+            assert seen == visible[-self.window :], f"{sequence!r} sees {seen}"
             drawn.append(next_token(seen, sequence.request, sequence.index, self.window))
             if len(drawn) > len(drafts) or drawn[-1] != drafts[len(drawn) - 1]:
                 return Sampled(drawn)
@@ -227,13 +253,17 @@ class FakeRunner:
         """The tokens that the last of `length` tokens sees; every table has those in its window."""
         most: list[int] = []
         for table, window in enumerate(self.windows):
-            seen = [self._read(entries, table, position) for position in self.visible(length, window)]
+            there = (p for p in self.visible(length, window) if self._entry(entries, table, p) != DROPPED)
+            seen = [self._read(entries, table, position) for position in there]
             most = max(most, seen, key=len)
             assert most[len(most) - len(seen) :] == seen, f"through table {table}, {seen} are seen"
         return most
 
+    def _entry(self, entries: ListLike[int], table: int, position: int) -> int:
+        return entries[position // self.block_size * len(self.windows) + table]
+
     def _read(self, entries: ListLike[int], table: int, position: int) -> int:
-        block = entries[position // self.block_size * len(self.windows) + table]
+        block = self._entry(entries, table, position)
         entry = self._blocks[block][position % self.block_size]
         assert entry is not None, f"position {position} is read, which nobody wrote"
         assert entry[:2] == (table, position), f"{entry} is seen at {position} through table {table}"
@@ -384,6 +414,7 @@ def make_request(
     salt: bytes = b"",
     seed: int = 0,
     arrival_s: float = 0.0,
+    keeping: Keeping | None = None,
 ) -> Request:
     return Request(
         request_id=name,
@@ -393,4 +424,5 @@ def make_request(
         lane=lane,
         salt=salt,
         arrival_s=arrival_s,
+        keeping=keeping,
     )

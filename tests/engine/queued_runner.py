@@ -17,7 +17,7 @@ from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.state_records import ChunkState
 from penstock.engine.planning.step import OPEN, Chunk, Sampled, StepPlan, StepResult
-from tests.engine.fake_runner import VOCABULARY, FakeRunner, next_token
+from tests.engine.fake_runner import VOCABULARY, FakeRunner, blocks_by_position, next_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class QueuedChunk:
     def of(cls, chunk: Chunk, drafts: ListLike[int], block_size: int, num_tables: int) -> QueuedChunk:
         end, known = chunk.start + chunk.num_tokens, chunk.sequence.token_ids
         before = range(chunk.start, end - len(drafts))
+        table = blocks_by_position(chunk.sequence, block_size, num_tables)
         return cls(
             sequence=chunk.sequence,
             start=chunk.start,
@@ -50,7 +51,7 @@ class QueuedChunk:
             drafts=tuple(drafts),
             num_unsure=chunk.sequence.num_unsure - len(chunk.drafts),
             token_ids=(*(known[i] if i < len(known) else None for i in before), *drafts),
-            table=tuple(chunk.sequence.block_table[: -(-end // block_size) * num_tables]),
+            table=tuple(table[: -(-end // block_size) * num_tables]),
             state=None if chunk.state is None else replace(chunk.state, saves=list(chunk.state.saves)),
         )
 
@@ -77,7 +78,7 @@ class QueuedStep:
     @property
     def touched(self) -> set[int]:
         """Blocks that it may read or write."""
-        tables = {b for chunk in self.chunks for b in chunk.table if b}
+        tables = {b for chunk in self.chunks for b in chunk.table if b > 0}
         return tables | {b for copy in self.copies for b in copy}
 
     def choose(self) -> None:

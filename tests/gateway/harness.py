@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from penstock.app.listen import bind
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.block_map import BlockMap, block_map
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from penstock.engine.planning.state_records import StateUse
@@ -81,12 +82,16 @@ class FakeEngine:
         self.error: str | None = None
         self.last_progress_s = clock()
         self.max_sequence_tokens = 512
+        self.max_kept_tokens = 4096
         self.cancelled: list[str] = []
         self.ref_counts = [0] * 33
         """By KV block; block 0 is none. Without any there is no pool, for now."""
         self.findable = bytearray(33)
         self.states = StateUse()
         self.on_wake: Callable[[], None] = lambda: None
+
+    def longest(self, keeping: Keeping | None) -> int:
+        return self.max_sequence_tokens if keeping is None else self.max_kept_tokens
 
     def wake(self) -> None:
         self.on_wake()

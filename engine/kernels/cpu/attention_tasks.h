@@ -23,7 +23,11 @@ class AttentionTasks {
         sequence_of_ = sequence_of;
         for (Plan& plan : plans_) plan.tasks.clear();
         gathered_.clear();
-        for (int r = 0; r < step.samples; r++) gathered_.push_back(step.positions[step.sample_rows[r]]);
+        gathered_rotary_.clear();
+        for (int r = 0; r < step.samples; r++) {
+            gathered_.push_back(step.positions[step.sample_rows[r]]);
+            gathered_rotary_.push_back(step.rotated_by()[step.sample_rows[r]]);
+        }
     }
 
     // Those of a layer, whose step says what a token sees.
@@ -38,6 +42,10 @@ class AttentionTasks {
 
     // Of each row, before or after the sampled ones are gathered.
     const int32_t* positions(bool is_gathered) const { return is_gathered ? gathered_.data() : step_.positions; }
+
+    const int32_t* rotary_positions(bool is_gathered) const {
+        return is_gathered ? gathered_rotary_.data() : step_.rotated_by();
+    }
 
    private:
     typedef std::tuple<int, int, int, int, int, Queries> Key;
@@ -159,7 +167,7 @@ class AttentionTasks {
     Step step_{};
     const int* sequence_of_ = nullptr;
     std::list<Plan> plans_;
-    std::vector<int32_t> gathered_;  // positions
+    std::vector<int32_t> gathered_, gathered_rotary_;  // positions
 };
 
 }  // namespace penstock

@@ -296,6 +296,7 @@ class Decoder {
     AttentionStep attention_step(const Op& op) {
         return {op.shape,
                 tasks_.positions(is_sampled_),
+                tasks_.rotary_positions(is_sampled_),
                 step_.tables(op.table),
                 static_cast<size_t>(step_.max_blocks),
                 op.window,

@@ -8,7 +8,7 @@ namespace penstock {
 struct GatherArgs {
     // The table: [num_rows] each, then [num_rows][max_blocks]. The last row belongs to no seat.
     int32_t* lengths;
-    const int32_t *prompt_lens, *last_tokens, *block_tables;
+    const int32_t *prompt_lens, *last_tokens, *dropped, *block_tables;
     int32_t num_rows, max_blocks;
     // The step.
     const int32_t *seats, *query_starts, *token_ids;
@@ -18,10 +18,14 @@ struct GatherArgs {
 
     int32_t* out_token_ids() const { return out; }                                // [T]
     int32_t* positions() const { return out_token_ids() + num_tokens; }           // [T]
-    int32_t* context_lens() const { return positions() + num_tokens; }            // [S]
+    int32_t* rotary_positions() const { return positions() + num_tokens; }        // [T]
+    int32_t* context_lens() const { return rotary_positions() + num_tokens; }     // [S]
     int32_t* sample_rows() const { return context_lens() + num_sequences; }       // [S]
     int32_t* numbers() const { return sample_rows() + num_sequences; }            // [S]
     int32_t* out_block_tables() const { return numbers() + num_sequences; }       // [S][num_blocks]
+
+    // The words of all of these.
+    size_t size() const { return 3 * num_tokens + 3 * num_sequences + static_cast<size_t>(num_sequences) * num_blocks; }
 };
 
 inline Status check(const GatherArgs& a) {
@@ -36,6 +40,7 @@ inline Status check(const GatherArgs& a) {
 inline void blank_tokens(const GatherArgs& a, int from, int to) {
     std::fill(a.out_token_ids() + from, a.out_token_ids() + to, 0);
     std::fill(a.positions() + from, a.positions() + to, -1);
+    std::fill(a.rotary_positions() + from, a.rotary_positions() + to, -1);
 }
 
 inline void gather_tokens(const GatherArgs& a, int row, int from, int to) {
@@ -43,6 +48,7 @@ inline void gather_tokens(const GatherArgs& a, int row, int from, int to) {
         const int id = a.token_ids[t] < 0 ? a.last_tokens[row] : a.token_ids[t];
         a.out_token_ids()[t] = std::max(0, id);  // -1 could not be sampled: its sequence ends soon
         a.positions()[t] = a.lengths[row] + t - from;
+        a.rotary_positions()[t] = a.positions()[t] + a.dropped[row];
     }
 }
 

@@ -39,9 +39,10 @@ class NativeGather:
         expect_ints("token_ids", step.token_ids, (num_tokens,))
         if not 0 <= num_blocks <= table.max_blocks:
             raise ValueError(f"{num_blocks} blocks; a row of the table has {table.max_blocks}")
-        sizes = [num_tokens] * 2 + [num_sequences] * 3 + [num_sequences * num_blocks]
+        sizes = [num_tokens] * 3 + [num_sequences] * 3 + [num_sequences * num_blocks]
         words = torch.empty(sum(sizes), dtype=torch.int32)
-        token_ids, positions, context_lens, sample_rows, numbers, blocks = words.split_with_sizes(sizes)
+        token_ids, positions, rotary_positions, *rest = words.split_with_sizes(sizes)
+        context_lens, sample_rows, numbers, blocks = rest
         arguments = self._arguments
         arguments.seats, arguments.query_starts = step.seats.data_ptr(), step.query_starts.data_ptr()
         arguments.token_ids = step.token_ids.data_ptr()
@@ -52,6 +53,7 @@ class NativeGather:
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
+            rotary_positions=rotary_positions,
             query_starts=step.query_starts,
             context_lens=context_lens,
             block_tables=blocks.view(num_sequences, num_blocks),
@@ -65,7 +67,7 @@ class NativeGather:
         """Keeps the addresses of the table, which stay where they are as long as it lives."""
         arguments = self._arguments
         arguments.lengths, arguments.prompt_lens = table.lengths.data_ptr(), table.prompt_lens.data_ptr()
-        arguments.last_tokens = table.last_tokens.data_ptr()
+        arguments.last_tokens, arguments.dropped = table.last_tokens.data_ptr(), table.dropped.data_ptr()
         arguments.block_tables = table.block_tables.data_ptr()
         arguments.num_rows, arguments.max_blocks = table.num_rows, table.max_blocks
         self._table = table

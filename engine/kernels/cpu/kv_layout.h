@@ -148,7 +148,8 @@ PENSTOCK_INLINE void store_in_cache(const float* x, W* out) {
 // What attention needs to know of a step and a layer.
 struct AttentionStep {
     const Shape* shape;
-    const int32_t* positions;
+    const int32_t* positions;         // of tokens among those of their sequence that were not dropped
+    const int32_t* rotary_positions;  // in the text
     const int32_t* block_tables;
     size_t max_blocks;
     int window;  // 0 is none; -c: a token sees its own chunk of c
@@ -300,7 +301,7 @@ inline float score_scale(const Shape& shape, int position) {
 template <class W>
 void place_token(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
-    const int d = shape.head_dim, position = step.positions[token], offset = position % kBlockTokens;
+    const int d = shape.head_dim, position = step.rotary_positions[token], offset = step.positions[token] % kBlockTokens;
     float* row = step.qkv + token * step.ld;
     float* keys = row + shape.q_size();
     float* values = keys + shape.kv_size();
@@ -345,12 +346,12 @@ void write_latent(const float* x, const Shape& shape, char* start, int offset) {
 template <class W>
 void place_latent(const AttentionStep& step, int token, size_t block) {
     const Shape& shape = *step.shape;
-    const int position = step.positions[token], rotated = shape.rotated(), half = rotated / 2, query_size = shape.plain + rotated;
+    const int position = step.rotary_positions[token], rotated = shape.rotated(), half = rotated / 2, query_size = shape.plain + rotated;
     const float *cos = shape.cos + static_cast<size_t>(position) * half, *sin = shape.sin + static_cast<size_t>(position) * half;
     float* latent = step.latents + token * step.ld_latents;
     rms_norm(latent, shape.k_norm, shape.latent, shape.eps, latent);
     rotate(latent + shape.latent, cos, sin, half, 1.0f);
-    write_latent<W>(latent, shape, step.keys + block * step.stride, position % kBlockTokens);
+    write_latent<W>(latent, shape, step.keys + block * step.stride, step.positions[token] % kBlockTokens);
     const float factor = score_scale(shape, position);
     for (int h = 0; h < shape.num_heads; h++) {
         float* query = step.queries + token * step.ld_queries + h * query_size;

@@ -144,6 +144,9 @@ struct Step {
     const int32_t* state_slots = nullptr;  // [sequences][4] source, target, replayed, certain; or null
     const int32_t* state_saves = nullptr;  // [saves][4] sequence, or -1 for none, rows, slot, kept
     int32_t saves = 0;
+    const int32_t* rotary_positions = nullptr;  // in the text, where tokens of a sequence may have been dropped; or null
+
+    const int32_t* rotated_by() const { return rotary_positions ? rotary_positions : positions; }
 
     const int32_t* tables(int number) const {
         return block_tables + static_cast<size_t>(number) * sequences * max_blocks;
@@ -194,6 +197,7 @@ inline int check(const Model& model, const Step& s, std::vector<int>& sequence_o
         for (int t = from; t < to; t++) {
             if (s.token_ids[t] < 0 || s.token_ids[t] >= model.vocab) return kBadToken;
             if (s.positions[t] < 0 || s.positions[t] >= context) return kBadPosition;
+            if (s.rotated_by()[t] < s.positions[t] || s.rotated_by()[t] >= model.max_position) return kBadPosition;
             sequence_of[t] = i;
         }
         for (int number = 0; number < model.num_tables; number++) {

@@ -100,6 +100,7 @@ class Step(ctypes.Structure):
         *fields(c_int32, "tokens sequences max_blocks samples"),
         *fields(c_void_p, "state_slots state_saves"),
         ("saves", c_int32),
+        ("rotary_positions", c_void_p),
     ]
 
 
@@ -131,7 +132,7 @@ class BlocksSource(ctypes.Structure):
 
 class GatherArgs(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "lengths prompt_lens last_tokens block_tables"),
+        *fields(c_void_p, "lengths prompt_lens last_tokens dropped block_tables"),
         *fields(c_int32, "num_rows max_blocks"),
         *fields(c_void_p, "seats query_starts token_ids"),
         *fields(c_int32, "num_sequences num_tokens num_blocks"),
@@ -155,7 +156,7 @@ class LikelyArgs(ctypes.Structure):
 
 class StepTables(ctypes.Structure):
     _fields_ = [
-        *fields(c_void_p, "words lengths prompt_lens last_tokens block_tables"),
+        *fields(c_void_p, "words lengths prompt_lens last_tokens dropped block_tables"),
         *fields(c_int32, "num_rows max_blocks num_tables width"),
         ("choose", ChooseArgs),
         ("choosable", c_void_p),

@@ -10,7 +10,7 @@ namespace penstock {
 // What all steps of a model have in common.
 struct StepTables {
     int32_t* words;  // of the table of sequences, as a whole
-    int32_t *lengths, *prompt_lens, *last_tokens, *block_tables;
+    int32_t *lengths, *prompt_lens, *last_tokens, *dropped, *block_tables;
     int32_t num_rows, max_blocks;
     int32_t num_tables;  // block tables of a sequence, whose entries for the same tokens lie side by side
     int32_t width;       // of a row of hidden states
@@ -47,11 +47,12 @@ class TableInputs {
     Status make(const TableStep& step) {
         for (int i = 0; i < step.num_changes; i++) tables_.words[step.places()[i]] = step.values()[i];
         const size_t num = step.num_sequences, num_entries = num * step.num_blocks;
-        words_.resize(2 * step.num_tokens + 3 * num + num_entries);
         blocks_.resize(tables_.num_tables > 1 ? num_entries : 0);
-        made_ = {tables_.lengths, tables_.prompt_lens, tables_.last_tokens, tables_.block_tables, tables_.num_rows,
-                 tables_.max_blocks, step.seats(), step.starts(), step.token_ids(), step.num_sequences, step.num_tokens,
-                 step.num_blocks, words_.data()};
+        made_ = {tables_.lengths, tables_.prompt_lens, tables_.last_tokens, tables_.dropped, tables_.block_tables,
+                 tables_.num_rows, tables_.max_blocks, step.seats(), step.starts(), step.token_ids(), step.num_sequences,
+                 step.num_tokens, step.num_blocks, nullptr};
+        words_.resize(made_.size());
+        made_.out = words_.data();
         state_slots_ = step.has_states ? step.state_slots() : nullptr;
         state_saves_ = step.has_states ? step.state_saves() : nullptr;
         num_saves_ = step.num_saves;
@@ -63,7 +64,7 @@ class TableInputs {
     Step step(const int32_t* sample_rows, int samples) {
         return {made_.out_token_ids(), made_.positions(), made_.query_starts, made_.context_lens(), block_tables(),
                 sample_rows, made_.num_tokens, made_.num_sequences, made_.num_blocks / tables_.num_tables, samples,
-                state_slots_, state_saves_, num_saves_};
+                state_slots_, state_saves_, num_saves_, made_.rotary_positions()};
     }
 
     // 0, 1, ..., num - 1: valid until more are asked for.

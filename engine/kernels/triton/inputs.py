@@ -24,6 +24,7 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
     batch = Batch(
         token_ids=empty(num_tokens),
         positions=empty(num_tokens),
+        rotary_positions=empty(num_tokens),
         query_starts=step.query_starts,
         context_lens=empty(num_sequences),
         block_tables=empty(num_sequences, step.num_blocks),
@@ -40,9 +41,11 @@ def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
         table.lengths,
         table.prompt_lens,
         table.last_tokens,
+        table.dropped,
         table.block_tables,
         batch.token_ids,
         batch.positions,
+        batch.rotary_positions,
         batch.context_lens,
         batch.block_tables,
         batch.sample_rows,
@@ -68,9 +71,11 @@ def gather_kernel(
     lengths: tl.tensor,
     prompt_lens: tl.tensor,
     last_tokens: tl.tensor,
+    dropped: tl.tensor,
     table_blocks: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
+    rotary_positions: tl.tensor,
     context_lens: tl.tensor,
     block_tables: tl.tensor,
     sample_rows: tl.tensor,
@@ -95,6 +100,7 @@ def gather_kernel(
             rows = first + tl.arange(0, ENTRIES)
             tl.store(token_ids + rows, 0, mask=rows < num_tokens)
             tl.store(positions + rows, -1, mask=rows < num_tokens)
+            tl.store(rotary_positions + rows, -1, mask=rows < num_tokens)
         return
     end = tl.load(query_starts + sequence + 1)
     seat = tl.load(seats + sequence)
@@ -102,7 +108,7 @@ def gather_kernel(
     row = tl.where(is_padding, LAST_ROW, seat).to(tl.int64)
     length = tl.load(lengths + row)
     context = tl.where(is_padding, 0, length + end - start)
-    last_token = tl.load(last_tokens + row)
+    last_token, num_dropped = tl.load(last_tokens + row), tl.load(dropped + row)
     tl.store(context_lens + sequence, context)
     tl.store(sample_rows + sequence, tl.maximum(end - 1, 0))
     tl.store(numbers + sequence, context - tl.load(prompt_lens + row))
@@ -113,7 +119,9 @@ def gather_kernel(
         # A token of -1 could not be sampled: its sequence ends soon, whatever it computes.
         found = tl.maximum(tl.where(known < 0, last_token, known), 0)
         tl.store(token_ids + rows, tl.where(is_padding, 0, found), mask=rows < end)
-        tl.store(positions + rows, tl.where(is_padding, -1, length + rows - start), mask=rows < end)
+        position = length + rows - start
+        tl.store(positions + rows, tl.where(is_padding, -1, position), mask=rows < end)
+        tl.store(rotary_positions + rows, tl.where(is_padding, -1, position + num_dropped), mask=rows < end)
 
     used = tl.minimum(tl.cdiv(context, BLOCK_SIZE) * NUM_TABLES, num_blocks)
     source = table_blocks + row * MAX_BLOCKS

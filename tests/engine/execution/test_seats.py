@@ -15,6 +15,7 @@ from penstock.engine.execution.seats import Placed, Seats, StepShape
 from penstock.engine.execution.uploads import send_apart
 from penstock.engine.kernels.batch import Batch
 from penstock.engine.kernels.sequence_table import SequenceTable, StepInputs, gather
+from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.request import Sequence
 from penstock.engine.planning.step import Chunk, StepPlan
 from tests.engine.fake_runner import make_request
@@ -159,6 +160,7 @@ def test_a_step_with_prompts_is_the_one_that_the_host_would_make() -> None:
     expected = {
         "token_ids": [104, 105, 106, 107, 108, 100, 101, 102],
         "positions": [4, 5, 6, 7, 8, 0, 1, 2],
+        "rotary_positions": [4, 5, 6, 7, 8, 0, 1, 2],
         "query_starts": [0, 5, 8],
         "context_lens": [9, 3],
         "block_tables": [[3, 1, 4], [2, 5, 0]],
@@ -197,6 +199,29 @@ def test_a_new_block_is_all_that_is_sent_of_a_longer_table(monkeypatch: pytest.M
     placed = place(seats, plan_of(Chunk(sequence, 4, 1, samples=True)))
     assert sorted(sent) == [0, 0, 1, 1, 1], "the place of the entry, the block, and the seat"
     assert inputs_of(seats, placed).batch.block_tables[0].tolist() == [5, 6]
+
+
+def test_tokens_move_up_where_some_were_dropped() -> None:
+    """The table is as long as before, and starts anew elsewhere; the number of the next output token is as ever."""
+    seats = seats_of(2, 8)
+    keeping = Keeping(num_first=4, num_kept=8, stride=4)
+    sequence = Sequence(make_request("a", list(range(12)), max_tokens=50, keeping=keeping))
+    sequence.block_table = [5, 6, 7]
+    launch(seats, plan_of(whole(sequence)), [7])
+    sequence.block_table, sequence.rewritten = [5, 7, 3], []
+    sequence.drop()
+    plan = plan_of(Chunk(sequence, 12, 1, samples=True))
+    placed = place(seats, plan)
+    made = inputs_of(seats, placed)
+    assert made.batch.token_ids.tolist() == [7]
+    assert (made.batch.positions.tolist(), made.batch.rotary_positions) == ([8], torch.tensor([12]))
+    assert made.batch.context_lens.tolist() == [9]
+    assert made.batch.block_tables.tolist() == [[5, 7, 3]]
+    assert made.numbers.tolist() == [1]
+    choose(seats, plan, placed, [8])
+    then = inputs_of(seats, place(seats, plan_of(Chunk(sequence, 13, 1, samples=True))))
+    assert (then.batch.positions.tolist(), then.batch.rotary_positions) == ([9], torch.tensor([13]))
+    assert then.numbers.tolist() == [2]
 
 
 def test_a_token_that_could_not_be_sampled_is_no_index_out_of_range() -> None:

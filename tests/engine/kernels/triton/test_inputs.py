@@ -31,6 +31,7 @@ def steps(draw: st.DrawFn) -> tuple[SequenceTable, StepTokens]:
 
     table.prompt_lens[:-1] = random(1, 9, num_seats)
     table.last_tokens[:-1] = random(-1, 1000, num_seats)
+    table.dropped[:-1] = random(0, 3, num_seats) * 64
     table.block_tables[:-1] = random(1, 1000, num_seats, width)
     order = draw(st.permutations([*range(num_seats), -1, -1]))[: draw(st.integers(1, num_seats + 2))]
     queries = [draw(LENGTHS) for _ in order]
