@@ -49,6 +49,7 @@ from penstock.gateway.http.hosts import LOOPBACK_HOSTS
 from penstock.gateway.service import Service, ServiceOptions
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
+from penstock.priority.routing.state import Role
 from penstock.priority.steptime import StepTimeModel
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         system_fingerprint=system_fingerprint(settings, weights, watermark),
         policies=lanes,
         cluster_secret=settings.cluster_secret,
+        role=Role(settings.role),
         warm_up_tokens=settings.warm_up_tokens,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,

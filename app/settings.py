@@ -344,6 +344,10 @@ class Settings(EngineSettings, FrontSettings):
     replica: str | None = None
     """Name of this process among those that share a Redis; by default, the host's name and the port."""
 
+    role: Literal["both", "prefill", "decode"] = "both"
+    """Part of requests that this replica is for behind a switch: long prompts, whose KV others take from it; all other
+    tokens; or both. While there is nobody for the other part, it serves all of a request."""
+
     warm_up_tokens: int = Field(default=16_384, ge=0)
     """Most prompt tokens that a restarted server computes in advance, the most used first; with 0, no prompt's tokens
     are written to Redis. Those of requests with "store": false never are."""

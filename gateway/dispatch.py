@@ -77,6 +77,8 @@ class Dispatch:
         self.draining = False
         """Whether new work is refused because the server shuts down."""
         self.tickets = Tickets()
+        self.on_put: Callable[[Sequence[Request]], None] = lambda _: None
+        """Is told of new requests just before they are queued."""
         self._metrics = metrics
         self._clock = clock
         self._promises = promises
@@ -186,6 +188,7 @@ class Dispatch:
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
     def _put(self, stream: Generation) -> None:
+        self.on_put(stream.requests)
         cached = [self._cached(request) for request in stream.requests]
         now = self._clock()
         requests, forecast = self._queue.put_all(stream.requests, now, cached)

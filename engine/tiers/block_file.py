@@ -79,6 +79,12 @@ def pack(key: BlockKey, payload: Payload, digest: bytes) -> bytes:
     return b"".join((header(key, payload, digest), payload))
 
 
+def length_of(header_: Payload) -> int:
+    """Returns how many bytes of payload are to follow a header, which was not verified yet."""
+    length: int = _HEADER.unpack_from(header_)[-1]
+    return length
+
+
 def unpack(data: Payload, key: BlockKey, digest: bytes) -> memoryview:
     """Returns the payload of a packed block, which is part of `data`.
 

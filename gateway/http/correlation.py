@@ -27,6 +27,7 @@ PROBES = (
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"
+SOURCE_HEADER = "x-penstock-source"
 _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 _MAX_ADDRESS_CHARS = 64
@@ -44,6 +45,8 @@ class Correlation:
     """W3C's trace context, as the client sent it."""
     ticket: str = ""
     """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
+    source: str = ""
+    """The replica from which that switch has it take KV, see `gateway.tickets`; empty if from none."""
     trace_id: str = ""
     """The id of its trace; empty if it is not traced."""
     address: str = ""
@@ -66,6 +69,7 @@ class Correlation:
             scope["path"],
             {name: given[name] for name in _TRACE_HEADERS if name in given},
             given.get(TICKET_HEADER, ""),
+            given.get(SOURCE_HEADER, ""),
             # In one word: a proxy's header may have said anything.
             address=quote(host[:_MAX_ADDRESS_CHARS], safe=":.%"),
         )
