@@ -22,6 +22,10 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
+from penstock.engine.planning.device import Payload
+
+__all__ = ["BadBlock", "BlockKey", "Payload", "digest_of", "header", "pack", "parse_key", "unpack"]
+
 VERSION = 1
 DIGEST_BYTES = 16
 MAX_TABLE = (1 << 16) - 1
@@ -29,9 +33,6 @@ MAX_TABLE = (1 << 16) - 1
 _MAGIC = b"PENSTOCK"
 _HEADER = Struct("<8sHHI16s16sQ8x")
 HEADER_BYTES = _HEADER.size
-
-Payload = bytes | bytearray | memoryview
-"""The bytes of a block; nobody changes them."""
 
 
 class BadBlock(ValueError):
@@ -100,10 +101,10 @@ def unpack(data: Payload, key: BlockKey, digest: bytes) -> memoryview:
         raise BadBlock(f"no block of version {VERSION}")
     if its_digest != digest:
         raise BadBlock("a block of other weights, or of another layout")
-    if (its_hash, table) != key:
+    if BlockKey(its_hash, table) != key:
         raise BadBlock("another block")
     if length != len(payload):
         raise BadBlock(f"{len(payload)} bytes in place of {length}")
-    if view[:HEADER_BYTES] != header(key, payload, digest):
+    if view[:HEADER_BYTES] != header(BlockKey(*key), payload, digest):
         raise BadBlock("the checksum is wrong")
     return payload

@@ -52,6 +52,9 @@ class Tier(Protocol):
     def forget(self, key: BlockKey) -> None:
         """Drops a block whose content is not to be trusted."""
 
+    def look_over(self) -> None:
+        """Brings what is known of the tier up to date; called now and then, by one thread. It may block."""
+
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
