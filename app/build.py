@@ -43,9 +43,12 @@ from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.watermark import Watermark
+from penstock.engine.tiers.opening import TierOptions
 from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
+from penstock.gateway.kv import EngineExchange
 from penstock.gateway.service import Service, ServiceOptions
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
@@ -196,6 +199,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         store=store,
         grammars=core.grammars,
         traces=traces,
+        kv=None if settings.cluster_secret is None else EngineExchange(core.engine),
     )
     intake = Intake(service)
     app = create_app(service, PAGE, intake)
@@ -246,8 +250,18 @@ def build_core(
         on_state=announce,
         grammars=grammars,
         rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
+        tiers=_tiers(settings, folder),
     )
     return Core(engine, queue, sink, grammars, read)
+
+
+def _tiers(settings: EngineSettings, folder: Path) -> TierOptions | None:
+    """The places outside of the device's memory that keep KV; None if there are none."""
+    secret = settings.cluster_secret if isinstance(settings, FrontSettings) else None
+    if secret is None:
+        return None
+    weights = repr((fingerprint(folder), settings.quantize, settings.quantize_group_size))
+    return TierOptions(weights=weights, peer_headers={SECRET_HEADER: secret})
 
 
 def identity(model: str, weights: str) -> str:

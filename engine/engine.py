@@ -39,6 +39,8 @@ from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.planning.timings import NO_SECONDS, DraftCount
 from penstock.engine.text.grammars import Grammars
+from penstock.engine.tiers.block_file import BlockKey
+from penstock.engine.tiers.giving import Given
 from penstock.engine.tiers.opening import TierOptions, open_tiers
 from penstock.engine.tiers.tiers import Tiers, TiersUse
 
@@ -163,6 +165,32 @@ class Engine:
         """Brings KV of requests that were queued back from the tiers while they wait. It is no more than a hint."""
         if self._tiers is not None:
             self._tiers.expect(requests)
+
+    def expect_from(self, source: str, hashes: Sequence[bytes]) -> None:
+        """Says that another server has a chain of blocks that a request is about to need; it is no more than a hint."""
+        if self._tiers is not None:
+            self._tiers.expect_from(source, hashes)
+
+    def give(self, keys: Sequence[BlockKey], done: Given) -> None:
+        """Reads the contents of the first of these blocks, up to the first that is not here, for another server.
+
+        Args:
+            done: takes them, once, from any thread.
+        """
+        if self._tiers is None or self._tiers.peers is None:
+            done([])
+        else:
+            self._tiers.giver.ask(keys, done)
+
+    @property
+    def kv_digest(self) -> bytes:
+        """What gives blocks their meaning, the same for servers that can exchange them; empty if this one does not."""
+        return b"" if self._tiers is None or self._tiers.peers is None else self._tiers.digest
+
+    @property
+    def pull_rate(self) -> float:
+        """The tokens a second whose KV comes from other servers; 0 if none can."""
+        return 0.0 if self._tiers is None else self._tiers.pull_rate
 
     def cancel(self, request_id: str) -> None:
         """Ends a request at the next step boundary; ids that are not here, or no longer, are ignored."""

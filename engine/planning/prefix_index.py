@@ -208,9 +208,9 @@ class PrefixIndex:
     def knows_block(self, block: int) -> bool:
         return block in self._place_of
 
-    def block_of(self, block_hash_: bytes) -> int | None:
-        """Returns the first table's block of this hash, if there is one."""
-        return self._block_of[0].get(block_hash_)
+    def block_of(self, block_hash_: bytes, table: int = 0) -> int | None:
+        """Returns a table's block of this hash, if there is one."""
+        return self._block_of[table].get(block_hash_)
 
     def blocks_of(self, hashes: TokenIds[bytes]) -> list[int]:
         """Returns the first table's blocks of a chain, up to the first that is not known; for any thread."""

@@ -28,10 +28,11 @@ class TierChain:
         self.tiers = tiers
         self._clock = clock
         self._rates = [ReadRate() for _ in tiers]
+        self._keeps_any = any(tier.keeps for tier in tiers)
 
     def keeps(self, key: BlockKey) -> bool:
         """Returns whether a block need not be written again."""
-        return any(tier.keeps and tier.has(key) for tier in self.tiers)
+        return not self._keeps_any or any(tier.keeps and tier.has(key) for tier in self.tiers)
 
     def read_seconds(self, key: BlockKey, num_bytes: int, now: float) -> float | None:
         """Returns the expected time of reading a block; None if no tier has it. For any thread."""

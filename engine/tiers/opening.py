@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from penstock.engine.tiers.block_file import digest_of
 from penstock.engine.tiers.disk import DiskTier
 from penstock.engine.tiers.folder import BlockFolder, FolderError
 from penstock.engine.tiers.host import HostTier
+from penstock.engine.tiers.peer import PeerTier
 from penstock.engine.tiers.tier import Tier
 from penstock.engine.tiers.tiers import Tiers
 
@@ -30,6 +31,8 @@ class TierOptions:
     """0 for no tier in host memory."""
     disk: Path | None = None
     disk_bytes: int = 0
+    peer_headers: Mapping[str, str] | None = None
+    """What shows other servers that this one belongs to their cluster; None if none gives it blocks, or takes them."""
 
 
 def digest(options: TierOptions, layout: str) -> bytes:
@@ -45,7 +48,7 @@ def open_tiers(
     Args:
         wake: see `Tiers`.
     """
-    if not options.host_bytes and options.disk is None:
+    if not options.host_bytes and options.disk is None and options.peer_headers is None:
         return None
     carrier = facts.carrier
     if carrier is None or not carrier.num_bytes:
@@ -63,8 +66,12 @@ def open_tiers(
             log.error("no KV blocks on disk: %s", error)
         else:
             tiers.append(DiskTier(folder, digest(options, carrier.layout)))
+    own, peers = digest(options, carrier.layout), None
+    if options.peer_headers is not None:
+        peers = PeerTier(own, carrier.num_bytes, options.peer_headers)
+        tiers.append(peers)
     if not tiers:
         return None
-    opened = Tiers(tiers, carrier, step_seconds, wake)
+    opened = Tiers(tiers, carrier, step_seconds, wake, peers=peers, digest=own)
     opened.start()
     return opened

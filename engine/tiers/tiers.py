@@ -21,6 +21,8 @@ from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.tiers.block_file import BlockKey
 from penstock.engine.tiers.chain import BlockReader, BlockWriter, TierChain
 from penstock.engine.tiers.fetching import Fetcher
+from penstock.engine.tiers.giving import Giver
+from penstock.engine.tiers.peer import PeerTier
 from penstock.engine.tiers.saving import Saver
 from penstock.engine.tiers.tier import Tier, TierStats
 
@@ -57,19 +59,26 @@ class Tiers:
         *,
         staged_bytes: int = STAGED_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        peers: PeerTier | None = None,
+        digest: bytes = b"",
     ) -> None:
         """
         Args:
             tiers: the nearest first.
             wake: is called when a block has arrived, from any thread.
             staged_bytes: bounds the memory for blocks on their way, in each direction.
+            peers: the last of the tiers, if it is other servers, which then are given blocks as well.
+            digest: of all blocks; see `opening.digest`.
         """
+        self.peers, self.digest = peers, digest
         self._clock = clock
         self.chain = TierChain(tiers, clock)
         self.writer = BlockWriter(self.chain, carrier.num_bytes, staged_bytes, clock)
         self.reader = BlockReader(self.chain, carrier.num_bytes, staged_bytes, wake)
         self._saver = Saver(self.chain, self.writer, carrier)
         self._fetcher = Fetcher(self.chain, self.reader, carrier, step_seconds, clock)
+        self.giver = Giver(self.chain, carrier, wake)
+        self._carrier = carrier
         self._memory: SequenceMemory
         self._expected: deque[Request] = deque()
 
@@ -77,6 +86,8 @@ class Tiers:
         """Starts the threads."""
         self.writer.start()
         self.reader.start()
+        if self.peers is not None:
+            self.giver.start()
 
     def attach(self, memory: SequenceMemory) -> None:
         """Serves this memory from now on; what was on its way for another is given up."""
@@ -118,7 +129,8 @@ class Tiers:
         """
         while self._expected:
             self._fetch_for(self._expected.popleft())
-        return self._fetcher.land(self._memory, self.save)
+        is_asked = self.giver.turn(self._memory)
+        return self._fetcher.land(self._memory, self.save) or is_asked
 
     def _fetch_for(self, request: Request) -> None:
         memory = self._memory
@@ -146,6 +158,7 @@ class Tiers:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the threads, the writer's when it has written what was copied, or when that took too long."""
+        self.giver.close()
         self.reader.close(timeout_s)
         if self.writer.close(timeout_s):
             self.chain.close()
@@ -155,6 +168,19 @@ class Tiers:
     def expect(self, requests: ListLike[Request]) -> None:
         """Has the next turn begin to fetch what these requests need, which wait in the queue."""
         self._expected.extend(requests)
+
+    def expect_from(self, source: str, hashes: ListLike[bytes]) -> None:
+        """Notes that another server has a chain of blocks."""
+        if self.peers is not None:
+            keys = [BlockKey(each, table) for each in hashes for table in range(self._memory.num_tables)]
+            self.peers.expect(source, [key for key in keys if not self._memory.index.has(*key)])
+
+    @property
+    def pull_rate(self) -> float:
+        """The tokens a second whose KV comes from other servers; 0 if there are none."""
+        if self.peers is None:
+            return 0.0
+        return self.peers.rate / (self._carrier.num_bytes * self._memory.num_tables) * self._memory.block_size
 
     def tokens_gained(self, hashes: ListLike[bytes], num_known: int) -> int:
         """Returns the tokens of a prompt after its known blocks that are worth reading, less what reading them costs.
