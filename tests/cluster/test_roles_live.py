@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 
 from loadtests.forked import ForkedServer
-from loadtests.survival import client
+from loadtests.survival import Follower, Interrupted, client, undisturbed
 from penstock.app.settings import Settings
 from penstock.app.switch import make_switch
 from penstock.cluster.switch import Switch
 from penstock.cluster.upstream import Address
 from penstock.priority.routing import router
 from penstock.priority.routing.router import Router
+from tests.app.test_survival import are_written
 from tests.cluster.scripted_replicas import serving
 from tests.redis_server import RedisServer
 
@@ -28,6 +31,7 @@ START_S = 60
 ROLES = ("prefill", "decode", "decode")
 WORDS = "The knight rode on past the mill and the river, and nobody knew where to. "
 BLOCK_SIZE = 16
+MANY_TOKENS = 400
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model's context is short."""
-    monkeypatch.setattr(router, "LONG_PROMPT", 2 * BLOCK_SIZE)
+    monkeypatch.setattr(router, "LONG_PROMPT", BLOCK_SIZE // 2)
 
 
 @pytest.fixture
@@ -97,3 +101,44 @@ async def test_texts_are_those_of_a_single_server(redis_url: str) -> None:
             num_whole = (usage["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
             # It has never seen the prompt: all of its whole blocks came from the other server.
             assert usage["prompt_tokens_details"]["cached_tokens"] == num_whole
+
+
+@pytest.mark.parametrize(
+    ("victim", "num_streams"),
+    [
+        (0, 8),
+        (1, 8),
+        *(
+            pytest.param(victim, 50, marks=pytest.mark.long("fifty streams, each role killed"))
+            for victim in range(3)
+        ),
+    ],
+)
+async def test_no_client_notices_that_one_was_killed(redis_url: str, victim: int, num_streams: int) -> None:
+    """All prompts are computed at the first server; those that begin when it is gone, where they go on."""
+    journals = Redis.from_url(redis_url)
+    try:
+        async with cluster(redis_url) as (switch, servers, http):
+            expected = await undisturbed(str(http.base_url), followers_of(num_streams))
+            assert switch.metrics.computed_elsewhere.value > 0
+            followers = followers_of(num_streams)
+            interrupted = Interrupted(
+                lambda: servers[victim],
+                followers,
+                0,
+                partial(are_written, journals),
+                num_known=num_streams // 2,
+            )
+            await asyncio.gather(*(follower.ask(http, interrupted.count) for follower in followers))
+            assert interrupted.is_over
+            assert servers[victim].wait() != 0
+            for follower in followers:
+                assert follower.is_whole(expected[follower.seed])
+            assert (await http.post("/v1/completions", json=body_of(99))).status_code == 200
+    finally:
+        journals.close()
+
+
+def followers_of(number: int) -> list[Follower]:
+    """The first one's reply has not ended when half of the others' have begun."""
+    return [Follower(0, MANY_TOKENS), *map(Follower, range(1, number))]
