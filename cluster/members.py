@@ -21,7 +21,7 @@ from penstock.gateway.background import end
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 from penstock.gateway.sessions.owners import tag_of
 from penstock.priority.routing.router import Router
-from penstock.priority.routing.state import Snapshot, StateError, parse_change, parse_snapshot
+from penstock.priority.routing.state import Role, Snapshot, StateError, parse_change, parse_snapshot
 
 log = logging.getLogger("penstock.switch")
 
@@ -50,6 +50,12 @@ def parse_address(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
         raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
     return Address(parts.hostname, port, is_tls=parts.scheme == "https")
+
+
+_LACKS = {
+    Role.PREFILL: "all replicas have --role prefill: until one with decode or both is there, they serve whole requests",
+    Role.DECODE: "all replicas have --role decode: until one with prefill or both is there, they compute prompts, too",
+}
 
 
 class AwakeClock:
@@ -107,6 +113,8 @@ class Members:
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._last_lines: dict[Address, str] = {}
         """The last line of the log about each replica."""
+        self._last_lack = ""
+        """The last line of the log about a role that nobody has."""
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
@@ -166,6 +174,7 @@ class Members:
             if name:
                 self.live.pop(name, None)
                 self._router.on_gone(name)
+                self._log_lack()
 
     def _take(self, address: Address, line: bytes, name: str) -> str:
         """Takes one message, and returns the replica's name, which is "" before the first one; raises StateError."""
@@ -193,7 +202,16 @@ class Members:
         self._router.on_snapshot(snapshot, self._clock())
         self.live[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
         self._log_news(address, "")
+        self._log_lack()
         return name
+
+    def _log_lack(self) -> None:
+        """Writes a line into the log if there is a role that nobody has any more."""
+        roles = {replica.role for replica in self._router.replicas.values()}
+        lack = _LACKS.get(roles.pop(), "") if len(roles) == 1 else ""
+        if lack and lack != self._last_lack:
+            log.warning("%s", lack)
+        self._last_lack = lack
 
     def _log_news(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""
