@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.engine")
 
 _MOST_ASKED = 64
 """Requests of other servers that may wait; more are given nothing."""
-Given = Callable[[list[Payload]], None]
+Given = Callable[[list[Payload]], object]
 """Takes the contents of the first of the blocks that were asked for, up to the first that is not here."""
 
 
@@ -60,7 +60,7 @@ class Giver:
         if not self._asked:
             return False
         gift = self._asked.popleft()
-        blocks = []
+        blocks: list[int] = []
         for place, key in enumerate(gift.keys):
             block = memory.index.block_of(*key) if key.table < memory.num_tables else None
             if block is not None:
