@@ -47,6 +47,8 @@ class Correlation:
     """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
     source: str = ""
     """The replica from which that switch has it take KV, see `gateway.tickets`; empty if from none."""
+    own_address: str = ""
+    """The address of this server at which it came in; empty if that is not known."""
     trace_id: str = ""
     """The id of its trace; empty if it is not traced."""
     address: str = ""
@@ -70,6 +72,7 @@ class Correlation:
             {name: given[name] for name in _TRACE_HEADERS if name in given},
             given.get(TICKET_HEADER, ""),
             given.get(SOURCE_HEADER, ""),
+            _own_address(scope),
             # In one word: a proxy's header may have said anything.
             address=quote(host[:_MAX_ADDRESS_CHARS], safe=":.%"),
         )
@@ -86,6 +89,14 @@ class Correlation:
     def __str__(self) -> str:
         """Returns one short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
+
+
+def _own_address(scope: Scope) -> str:
+    """Returns the address of the socket, whatever the client calls it."""
+    host, port = scope.get("server") or ("", None)
+    if not port:
+        return ""
+    return f"{scope['scheme']}://[{host}]:{port}" if ":" in host else f"{scope['scheme']}://{host}:{port}"
 
 
 IGNORED_HEADER = "x-penstock-ignored"
