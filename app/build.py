@@ -43,6 +43,7 @@ from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.watermark import Watermark
+from penstock.engine.tiers.opening import TierOptions
 from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.intake import Intake
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
@@ -244,6 +245,7 @@ def build_core(
         on_state=announce,
         grammars=grammars,
         rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
+        tiers=tier_options(settings, folder),
     )
     return Core(engine, queue, sink, grammars, read)
 
@@ -273,6 +275,19 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
     )
     digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
+
+
+def tier_options(settings: EngineSettings, folder: Path) -> TierOptions | None:
+    """Returns the tiers that are asked for; None if none are, and then no weights are read."""
+    if not settings.kv_host_bytes and settings.kv_disk is None:
+        return None
+    rounded = settings.dtype, settings.quantize, settings.quantize_group_size
+    return TierOptions(
+        weights=f"{fingerprint(folder)} {rounded}",
+        host_bytes=settings.kv_host_bytes,
+        disk=settings.kv_disk,
+        disk_bytes=settings.kv_disk_bytes,
+    )
 
 
 def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:

@@ -193,6 +193,7 @@ class LLM:
                 raise RuntimeError(self._engine.error or "this LLM is closed")
             for request in asked:
                 self._queue.readmit(request, now)  # nothing is refused here, nor expires
+            self._engine.expect(asked)
             self._engine.wake()
             yield call
         finally:
