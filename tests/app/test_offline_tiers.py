@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from penstock import LLM
 from penstock.app.offline.answers import Answer
 from penstock.engine.tiers.block_file import HEADER_BYTES
 from penstock.engine.tiers.folder import SUFFIX
-from penstock.engine.tiers.tiers import TiersUse
 
 NUM_BLOCKS = 40
 """Room for one of the prompts, and a bit."""
@@ -21,7 +21,7 @@ PROMPTS = [
 ]
 
 
-def make(**settings: object) -> LLM:
+def make(**settings: Any) -> LLM:
     return LLM(progress=False, num_blocks=NUM_BLOCKS, max_num_seqs=4, **settings)
 
 
@@ -31,10 +31,6 @@ def answer(llm: LLM, prompt: str) -> Answer:
 
 def text(answer: Answer) -> str:
     return answer.choices[0].text
-
-
-def use(llm: LLM) -> TiersUse:
-    return llm._engine.stats().tiers
 
 
 def files(folder: Path) -> list[Path]:
@@ -52,8 +48,8 @@ def test_what_was_evicted_is_read_back(expected: list[str], tmp_path: Path) -> N
         for _ in range(2):
             told = [answer(llm, prompt) for prompt in PROMPTS]
             assert [text(one) for one in told] == expected
-        assert use(llm).num_fetched_blocks > 0
-        assert use(llm).tiers["host"].num_hits > 0
+        assert llm.tiers_use.num_fetched_blocks > 0
+        assert llm.tiers_use.tiers["host"].num_hits > 0
         assert all(one.num_cached_tokens >= 160 for one in told), "without a tier, none would be cached"
 
 
@@ -64,7 +60,7 @@ def test_a_restarted_server_finds_it(expected: list[str], tmp_path: Path) -> Non
             assert [text(one) for one in told] == expected
             if not is_first:
                 assert told[0].num_cached_tokens >= 160
-                assert use(llm).tiers["disk"].num_hits > 0
+                assert llm.tiers_use.tiers["disk"].num_hits > 0
 
 
 def test_damaged_files_are_computed_again(
@@ -78,7 +74,7 @@ def test_damaged_files_are_computed_again(
         path.write_bytes(data[: -1 - number % 2] if number % 3 == 0 else data)
     with make(kv_disk=tmp_path) as llm, caplog.at_level(logging.WARNING):
         assert text(answer(llm, PROMPTS[0])) == expected[0]
-        assert use(llm).num_fetched_blocks == 0
+        assert llm.tiers_use.num_fetched_blocks == 0
     assert "is damaged, its tokens are computed again" in caplog.text
 
 
@@ -88,10 +84,10 @@ def test_another_model_or_type_finds_nothing(expected: list[str], tmp_path: Path
     assert files(tmp_path)
     with make(kv_disk=tmp_path, kv_dtype="int8") as llm:
         answer(llm, PROMPTS[0])
-        assert use(llm).num_fetched_blocks == 0
+        assert llm.tiers_use.num_fetched_blocks == 0
     with make(kv_disk=tmp_path) as llm:
         assert text(answer(llm, PROMPTS[0])) == expected[0]
-        assert use(llm).num_fetched_blocks > 0
+        assert llm.tiers_use.num_fetched_blocks > 0
 
 
 def test_a_folder_of_somebody_else_is_left_alone(
@@ -100,6 +96,6 @@ def test_a_folder_of_somebody_else_is_left_alone(
     (tmp_path / "thesis.txt").write_text("chapter 1")
     with make(kv_disk=tmp_path) as llm:
         assert text(answer(llm, PROMPTS[0])) == expected[0]
-        assert not use(llm).tiers
+        assert not llm.tiers_use.tiers
     assert "has other files in it" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

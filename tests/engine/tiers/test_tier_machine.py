@@ -45,7 +45,7 @@ class TierMachine(SchedulerMachine):
         disk_blocks=st.sampled_from([0, 6, 20, 100, 100]),
         pace=st.randoms(use_true_random=False),
     )
-    def build(  # type: ignore[override]
+    def build(
         self,
         num_blocks: int,
         budget: int,
