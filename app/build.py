@@ -250,18 +250,9 @@ def build_core(
         on_state=announce,
         grammars=grammars,
         rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
-        tiers=_tiers(settings, folder),
+        tiers=tier_options(settings, folder),
     )
     return Core(engine, queue, sink, grammars, read)
-
-
-def _tiers(settings: EngineSettings, folder: Path) -> TierOptions | None:
-    """The places outside of the device's memory that keep KV; None if there are none."""
-    secret = settings.cluster_secret if isinstance(settings, FrontSettings) else None
-    if secret is None:
-        return None
-    weights = repr((fingerprint(folder), settings.quantize, settings.quantize_group_size))
-    return TierOptions(weights=weights, peer_headers={SECRET_HEADER: secret})
 
 
 def identity(model: str, weights: str) -> str:
@@ -289,6 +280,24 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
     )
     digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
+
+
+def tier_options(settings: EngineSettings, folder: Path) -> TierOptions | None:
+    """Returns the tiers that are asked for; None if none are, and then no weights are read.
+
+    Other servers are one, where there is a cluster's secret.
+    """
+    secret = settings.cluster_secret if isinstance(settings, FrontSettings) else None
+    if not settings.kv_host_bytes and settings.kv_disk is None and secret is None:
+        return None
+    rounded = settings.dtype, settings.quantize, settings.quantize_group_size
+    return TierOptions(
+        weights=f"{fingerprint(folder)} {rounded}",
+        host_bytes=settings.kv_host_bytes,
+        disk=settings.kv_disk,
+        disk_bytes=settings.kv_disk_bytes,
+        peer_headers=None if secret is None else {SECRET_HEADER: secret},
+    )
 
 
 def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ class EngineStats:
     """The most tokens of one step."""
     max_num_seqs: int = 0
     states: StateUse = field(default_factory=StateUse)
+    tiers: TiersUse = field(default_factory=TiersUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ class Engine:
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_num_seqs=scheduler.limits.max_num_seqs,
             states=scheduler.memory.state_use,
+            tiers=TiersUse() if self._tiers is None else self._tiers.use,
         )
 
     def unfilled_kv(self) -> float:
@@ -253,11 +255,6 @@ class Engine:
         if tiers is not None:
             num_cached += tiers.tokens_gained(hashes, num_cached // scheduler.memory.block_size)
         return num_cached, num_in_use
-
-    @property
-    def tiers_use(self) -> TiersUse:
-        """The use of the tiers, for any thread."""
-        return TiersUse() if self._tiers is None else self._tiers.use
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -40,6 +40,8 @@ class ServingEngine(Protocol):
 
     def wake(self) -> None: ...
 
+    def expect(self, requests: Sequence[Request]) -> None: ...
+
     def cancel(self, request_id: str) -> None: ...
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int]) -> tuple[int, int]: ...
@@ -154,6 +156,7 @@ class Dispatch:
         for request in stream.requests:
             self._queue.readmit(request, self._clock())
             self._by_request[request.request_id] = stream
+        self._engine.expect(stream.requests)
         self._engine.wake()
 
     def release(self, stream: Generation) -> None:
@@ -195,6 +198,7 @@ class Dispatch:
         stream.note_let_in(requests, forecast, now)
         stream.promised_ttft_s = self._promised_s(stream, forecast)
         self._by_request |= {request.request_id: stream for request in requests}
+        self._engine.expect(requests)
         self._metrics.note_admitted(stream.lane, [request.num_prompt_tokens for request in requests])
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(stream.lane, forecast.late_s, forecast.allowed_s)

@@ -361,6 +361,7 @@ class Service:
         self.metrics.pool_violations.set(stats.num_pool_violations)
         self.metrics.kv_unfilled.set(self._engine.unfilled_kv())
         self.metrics.note_states(stats.states)
+        self.metrics.note_tiers(stats.tiers)
         for name, value in self._queue.step_model().items():
             self.metrics.step_model(name).set(value)
         depths = self._queue.depths()

@@ -80,10 +80,13 @@ class HandDrivenTiers(Tiers):
             clock=lambda: self.now_s,
         )
 
-        self.writer.wait_for_room = lambda _: self.write_some(1)  # type: ignore[method-assign]
+        self.writer.wait_for_room = self._write_one  # type: ignore[method-assign]
         self.writer.close = self._write_the_rest  # type: ignore[method-assign]
 
-    def _write_the_rest(self, _: float) -> bool:
+    def _write_one(self, timeout_s: float) -> None:  # noqa: ARG002
+        self.write_some(1)
+
+    def _write_the_rest(self, timeout_s: float) -> bool:  # noqa: ARG002
         self.write_some()
         return True
 

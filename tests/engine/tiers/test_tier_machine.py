@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -35,16 +36,16 @@ DIGEST = digest_of(["machine"])
 
 class TierMachine(SchedulerMachine):
     @initialize(
-        num_blocks=st.integers(5, 30),
-        budget=st.integers(1, 24),
+        num_blocks=st.integers(6, 16),
+        budget=st.integers(4, 24),
         windows=st.sampled_from(WINDOWS),
         is_queued=st.booleans(),
         max_drafts=st.sampled_from([0, 1, 3]),
-        host_blocks=st.sampled_from([0, 2, 20]),
-        disk_blocks=st.sampled_from([0, 1, 6, 100]),
+        host_blocks=st.sampled_from([0, 0, 2, 20]),
+        disk_blocks=st.sampled_from([0, 6, 20, 100, 100]),
         pace=st.randoms(use_true_random=False),
     )
-    def build(  # type: ignore[override]
+    def build(
         self,
         num_blocks: int,
         budget: int,
@@ -147,11 +148,12 @@ class TierMachine(SchedulerMachine):
 
     @rule(is_killed=st.booleans())
     def restart(self, is_killed: bool) -> None:
-        """The server stops, and what it left is found by one that has nothing else."""
+        """The server stops, and what it left is found by one that has nothing else, but for what it computes."""
         if is_killed:
             self.disk.close()
         else:
             self.tiers.finish()
+        self.tables.parts[0].index._pending.clear()  # of a memory that is gone
         self.open()
 
     @invariant()
@@ -169,3 +171,40 @@ class TierMachine(SchedulerMachine):
 
 TierMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 TestTiers = TierMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(examples(100)))
+def test_conversations_that_come_again(seed: int) -> None:
+    """The device has room for few of them."""
+    pace = random.Random(seed)
+    machine = TierMachine()
+    machine.build(
+        num_blocks=pace.choice([8, 12, 16]),
+        budget=pace.choice([4, 24]),
+        windows=pace.choice([(0,), (0,), (0, 0), (0, 5), (0, 3, 3), (9, 4), (8,)]),
+        is_queued=pace.random() < 0.5,
+        max_drafts=pace.choice([0, 3]),
+        host_blocks=pace.choice([0, 4, 40]),
+        disk_blocks=pace.choice([0, 10, 200]),
+        pace=pace,
+    )
+    for _ in range(40):
+        stem, length = pace.randrange(4), min(pace.randint(6, 20), machine.scheduler.max_len - 1)
+        prompt = [(stem * 3 + i) % 11 for i in range(length)]
+        machine.put(prompt, max_tokens=2, n=pace.choice([1, 1, 2]), lane=pace.randrange(3), seed=stem)
+        if pace.random() < 0.5:
+            machine.queue_tells_of_those_who_wait(0)
+        for _ in range(pace.randint(1, 8)):
+            machine.one_step()
+            machine.books_balance()
+            machine.folder_is_bounded()
+        chance = pace.random()
+        if chance < 0.05:
+            machine.restart(is_killed=pace.random() < 0.5)
+        elif chance < 0.15 and machine.files():
+            machine.spoil(pace.randrange(100), pace.choice(["tear", "damage", "delete", "swap"]))
+        elif chance < 0.2:
+            machine.disk_is_full()
+        elif chance < 0.25:
+            machine.another_server_writes(pace.randrange(9), is_of_this_model=pace.random() < 0.5)
+    machine.teardown()
