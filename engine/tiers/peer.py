@@ -1,9 +1,9 @@
 """A tier that is other servers: it reads blocks from a replica of the same cluster that was said to hold them.
 
 Nothing is looked for: `expect` says which server has which blocks. A read costs a bounded time, whatever that server
-does: it may be silent for `SILENT_S`, and all reads of one chain together take no longer than `PULL_S`. Then, or after
-an answer that is not the blocks that were asked for, the chain is given up and the server left alone for `SHUN_S`;
-whoever wanted the blocks computes them.
+does: it may be silent for `SILENT_S`, and an answer takes no longer than `ANSWER_S`. Then, or after an answer that is
+not the blocks that were asked for, the chain is given up and the server left alone for `SHUN_S`; whoever wanted the
+blocks computes them.
 
 A block is checked against the digest of this server's weights and layout, against its own hash and its checksum. That
 the keys and values in it are those of its tokens cannot be checked: here the other server is trusted as one that knows
@@ -33,8 +33,10 @@ PATH = "/internal/kv"
 """The path below which a server gives its blocks: `PATH/DIGEST/KEY,KEY,...`."""
 SILENT_S = 1.0
 """The longest silence of a server before it has answered, and within its answer."""
-PULL_S = 4.0
-"""The longest time of all reads of one chain."""
+ANSWER_S = 4.0
+"""The longest time of one answer, which has a few blocks of a chain."""
+EXPECT_S = 60.0
+"""The time for which a server is taken to have what it was said to have."""
 SHUN_S = 5.0
 """The time for which nothing is expected from a server that failed."""
 MAX_KEYS = 32
@@ -101,7 +103,7 @@ class PeerTier:
             if self._shunned.get(source, 0.0) > now or len(self._pulls) + len(keys) > _MAX_EXPECTED:
                 return
             self._shunned.pop(source, None)
-            self._pulls.update(dict.fromkeys(keys, _Pull(source, keys, now + PULL_S)))
+            self._pulls.update(dict.fromkeys(keys, _Pull(source, keys, now + EXPECT_S)))
 
     @property
     def rate(self) -> float:
@@ -162,7 +164,7 @@ class PeerTier:
         began_s = self._clock()
         num_bytes = 0
         try:
-            for one, payload in self._ask(pull.source, keys, pull.until_s - began_s):
+            for one, payload in self._ask(pull.source, keys):
                 pull.come[one] = payload
                 num_bytes += len(payload)
         except (OSError, HTTPException, ValueError) as error:
@@ -174,16 +176,14 @@ class PeerTier:
             self._drop(pull)
         self._note(num_bytes, self._clock() - began_s)
 
-    def _ask(
-        self, source: str, keys: Sequence[BlockKey], seconds: float
-    ) -> Iterator[tuple[BlockKey, Payload]]:
+    def _ask(self, source: str, keys: Sequence[BlockKey]) -> Iterator[tuple[BlockKey, Payload]]:
         """Yields the blocks that a server has, from the first of these on to the first that it does not have.
 
         Raises:
-            OSError, HTTPException, ValueError: it brings none within so many seconds, or others (BadBlock).
+            OSError, HTTPException, ValueError: it brings none in time, or others (BadBlock).
         """
         names = ",".join(key.text for key in keys)
-        with _answer(source, f"{PATH}/{self._digest.hex()}/{names}", self._headers, seconds) as body:
+        with _answer(source, f"{PATH}/{self._digest.hex()}/{names}", self._headers) as body:
             for key in keys:
                 head = _exactly(body, HEADER_BYTES)
                 if not head:
@@ -219,8 +219,8 @@ def _tls() -> ssl.SSLContext:
 
 
 @contextmanager
-def _answer(source: str, path: str, headers: Mapping[str, str], seconds: float) -> Iterator[HTTPResponse]:
-    """Enters the answer to a request, whose connection is cut off after so many seconds."""
+def _answer(source: str, path: str, headers: Mapping[str, str]) -> Iterator[HTTPResponse]:
+    """Enters the answer to a request, whose connection is cut off after `ANSWER_S`."""
     parts = urlsplit(source)
     assert parts.hostname is not None
     connection = (
@@ -229,7 +229,7 @@ def _answer(source: str, path: str, headers: Mapping[str, str], seconds: float) 
         else HTTPConnection(parts.hostname, parts.port, timeout=SILENT_S)
     )
     connection.connect()
-    cut_off = Timer(max(0.0, seconds), _shut, (connection.sock,))
+    cut_off = Timer(ANSWER_S, _shut, (connection.sock,))
     cut_off.daemon = True
     cut_off.start()
     try:

@@ -156,12 +156,12 @@ async def test_a_prompt_for_another_is_for_those_who_know_the_secret() -> None:
         assert (await http.post(prefill.PATH, json=order)).status_code == 401
         known = {SECRET_HEADER: SECRET}
         answering = http.post(prefill.PATH, json=order, headers=known)
-        request, reply = None, asyncio.ensure_future(answering)
+        reply = asyncio.ensure_future(answering)
         request = await gateway.taken()
         assert (request.salt, request.tenant, len(request.block_hashes)) == (b"\x00\xff", "t", 2)
         gateway.answer(request, "a")
         assert (await reply).json() == {"prompt_tokens": 40, "cached_tokens": 4}
-        for wrong in (
+        mistakes: list[dict[str, Any]] = [
             {"token_ids": []},
             {"token_ids": [10**9]},
             {"token_ids": ["9"]},
@@ -170,5 +170,6 @@ async def test_a_prompt_for_another_is_for_those_who_know_the_secret() -> None:
             {"lane": 7},
             {"tenant": 1},
             {"more": 1},
-        ):
+        ]
+        for wrong in mistakes:
             assert (await http.post(prefill.PATH, json=order | wrong, headers=known)).status_code == 400

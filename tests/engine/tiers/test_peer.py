@@ -194,7 +194,7 @@ def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never silent for long, and would never be done."""
-    monkeypatch.setattr(peer, "PULL_S", 0.2)
+    monkeypatch.setattr(peer, "ANSWER_S", 0.2)
     over = threading.Event()
 
     def drip(connection: socket.socket, _: list[BlockKey]) -> None:
@@ -214,7 +214,7 @@ def test_what_was_expected_is_forgotten_when_its_time_is_over() -> None:
     clock = Clock()
     peers = tier(clock)
     peers.expect("http://127.0.0.1:1", KEYS)
-    clock.now += peer.PULL_S + 1
+    clock.now += peer.EXPECT_S + 1
     assert not peers.has(KEYS[0])
     assert peers.read(KEYS[0]) is None
     peers.expect("http://127.0.0.1:1", [])
