@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -52,6 +53,8 @@ def parse_address(url: str) -> Address:
     return Address(parts.hostname, port, is_tls=parts.scheme == "https")
 
 
+LACK_S = 5.0
+"""Replicas that start together have so much time to come before a role is missed."""
 _LACKS = {
     Role.PREFILL: "all replicas have --role prefill: until one with decode or both is there, they serve whole requests",
     Role.DECODE: "all replicas have --role decode: until one with prefill or both is there, they compute prompts, too",
@@ -113,8 +116,10 @@ class Members:
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._last_lines: dict[Address, str] = {}
         """The last line of the log about each replica."""
-        self._last_lack = ""
-        """The last line of the log about a role that nobody has."""
+        self._lack = ""
+        """What there is to say of a role that nobody has."""
+        self._lacked_s = inf
+        """The time since which that is so; infinite once it was said."""
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
@@ -174,7 +179,6 @@ class Members:
             if name:
                 self.live.pop(name, None)
                 self._router.on_gone(name)
-                self._log_lack()
 
     def _take(self, address: Address, line: bytes, name: str) -> str:
         """Takes one message, and returns the replica's name, which is "" before the first one; raises StateError."""
@@ -202,16 +206,17 @@ class Members:
         self._router.on_snapshot(snapshot, self._clock())
         self.live[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
         self._log_news(address, "")
-        self._log_lack()
         return name
 
-    def _log_lack(self) -> None:
-        """Writes a line into the log if there is a role that nobody has any more."""
-        roles = {replica.role for replica in self._router.replicas.values()}
+    def look_over(self) -> None:
+        """Writes a line into the log if nobody has had a role for a while; called now and then."""
+        now, roles = self._clock(), {replica.role for replica in self._router.replicas.values()}
         lack = _LACKS.get(roles.pop(), "") if len(roles) == 1 else ""
-        if lack and lack != self._last_lack:
+        if lack != self._lack:
+            self._lack, self._lacked_s = lack, now
+        if lack and now - self._lacked_s >= LACK_S:
             log.warning("%s", lack)
-        self._last_lack = lack
+            self._lacked_s = inf
 
     def _log_news(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""

@@ -139,6 +139,7 @@ class Switch:
 
     async def _tick(self) -> None:
         self.clock()
+        self.members.look_over()
         now = asyncio.get_running_loop().time()
         for relay in list(self._relays):
             relay.look_after(now, self.options.timeouts, stall_s=STALL_S, lost_s=LOST_S)
