@@ -43,13 +43,17 @@ from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.watermark import Watermark
+from penstock.engine.tiers.opening import TierOptions
 from penstock.gateway.app import create_app
 from penstock.gateway.endpoints.intake import Intake
+from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.http.hosts import LOOPBACK_HOSTS
+from penstock.gateway.kv import EngineExchange
 from penstock.gateway.service import Service, ServiceOptions
 from penstock.gateway.wire.sampling import KeepLimits
 from penstock.priority.lanes import Lane
 from penstock.priority.queue import LaneQueue
+from penstock.priority.routing.state import Role
 from penstock.priority.steptime import StepTimeModel
 
 if TYPE_CHECKING:
@@ -178,6 +182,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         system_fingerprint=system_fingerprint(settings, weights, watermark),
         policies=lanes,
         cluster_secret=settings.cluster_secret,
+        role=Role(settings.role),
         warm_up_tokens=settings.warm_up_tokens,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
@@ -197,6 +202,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         store=store,
         grammars=core.grammars,
         traces=traces,
+        kv=None if settings.cluster_secret is None else EngineExchange(core.engine),
     )
     intake = Intake(service)
     app = create_app(service, PAGE, intake)
@@ -248,6 +254,7 @@ def build_core(
         on_state=announce,
         grammars=grammars,
         rehearsal=Rehearsal(queue, min(config.vocab_size, tokenizer.vocab_size)) if promises else None,
+        tiers=tier_options(settings, folder),
     )
     return Core(engine, queue, sink, grammars, read, keep)
 
@@ -278,6 +285,24 @@ def system_fingerprint(settings: EngineSettings, weights: str, watermark: Waterm
     )
     digest = blake2b(repr((weights, made_by)).encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"
+
+
+def tier_options(settings: EngineSettings, folder: Path) -> TierOptions | None:
+    """Returns the tiers that are asked for; None if none are, and then no weights are read.
+
+    Other servers are one, where there is a cluster's secret.
+    """
+    secret = settings.cluster_secret if isinstance(settings, FrontSettings) else None
+    if not settings.kv_host_bytes and settings.kv_disk is None and secret is None:
+        return None
+    rounded = settings.dtype, settings.quantize, settings.quantize_group_size
+    return TierOptions(
+        weights=f"{fingerprint(folder)} {rounded}",
+        host_bytes=settings.kv_host_bytes,
+        disk=settings.kv_disk,
+        disk_bytes=settings.kv_disk_bytes,
+        peer_headers=None if secret is None else {SECRET_HEADER: secret},
+    )
 
 
 def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _given(flags: Mapping[str, str], settings: Settings) -> dict[str, str]:
     }
     given = {**variables, **flags, "drain_timeout": f"{settings.drain_timeout:g}"}
     given.pop("cluster_secret", None)
-    for name in ("replica", "metrics_port", "grpc_port"):
+    for name in ("replica", "role", "metrics_port", "grpc_port"):
         if getattr(settings, name) != Settings.model_fields[name].default:
             raise OperatorError(f"--{name.replace('_', '-')}: replicas cannot have it in common")
     for name in ("host", "port"):

@@ -260,6 +260,17 @@ class EngineSettings(CommonSettings):
     """Memory for the KV cache, and for the states of layers that keep one, such as 2GiB; by default, a share of the
     free memory."""
 
+    kv_host_bytes: ByteSize = Field(default=ByteSize(0), json_schema_extra={"metavar": "SIZE"})
+    """Host memory for KV blocks that the KV cache has no room for any more, such as 16GiB. They are read back while a
+    request that needs them waits. Meant for GPUs: on a CPU, --kv-memory is the better use of the same memory."""
+
+    kv_disk: Path | None = Field(default=None, json_schema_extra={"metavar": "DIR"})
+    """Directory for KV blocks that the KV cache has no room for any more; a restarted server finds them again. Several
+    servers may share it. It holds what was in prompts and answers: nobody else should be able to read or write it."""
+
+    kv_disk_bytes: ByteSize = Field(default=ByteSize(10 << 30), json_schema_extra={"metavar": "SIZE"})
+    """Most bytes of all files in --kv-disk; those that were used longest ago are deleted."""
+
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use once the KV cache is allocated, other programs included."""
 
@@ -349,6 +360,10 @@ class Settings(EngineSettings, FrontSettings):
     replica: str | None = None
     """Name of this process among those that share a Redis; by default, the host's name and the port."""
 
+    role: Literal["both", "prefill", "decode"] = "both"
+    """Part of requests that this replica is for behind a switch: long prompts, whose KV others take from it; all other
+    tokens; or both. While there is nobody for the other part, it serves all of a request."""
+
     warm_up_tokens: int = Field(default=16_384, ge=0)
     """Most prompt tokens that a restarted server computes in advance, the most used first; with 0, no prompt's tokens
     are written to Redis. Those of requests with "store": false never are."""
@@ -404,6 +419,8 @@ def default_text(value: object) -> str:
     """Returns a default as an operator would write it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
+    if isinstance(value, ByteSize):
+        return value.human_readable() if value else "0"
     return policy_text(value) if isinstance(value, LanePolicy) else str(value)
 
 

@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from penstock.gateway.background import end
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
 from penstock.gateway.sessions.owners import tag_of
 from penstock.priority.routing.router import Router
-from penstock.priority.routing.state import Snapshot, StateError, parse_change, parse_snapshot
+from penstock.priority.routing.state import Role, Snapshot, StateError, parse_change, parse_snapshot
 
 log = logging.getLogger("penstock.switch")
 
@@ -50,6 +51,14 @@ def parse_address(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
         raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
     return Address(parts.hostname, port, is_tls=parts.scheme == "https")
+
+
+LACK_S = 5.0
+"""Replicas that start together have so much time to come before a role is missed."""
+_LACKS = {
+    Role.PREFILL: "all replicas have --role prefill: until one with decode or both is there, they serve whole requests",
+    Role.DECODE: "all replicas have --role decode: until one with prefill or both is there, they compute prompts, too",
+}
 
 
 class AwakeClock:
@@ -107,6 +116,10 @@ class Members:
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._last_lines: dict[Address, str] = {}
         """The last line of the log about each replica."""
+        self._lack = ""
+        """What there is to say of a role that nobody has."""
+        self._lacked_s = inf
+        """The time since which that is so; infinite once it was said."""
 
     @contextlib.asynccontextmanager
     async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
@@ -194,6 +207,16 @@ class Members:
         self.live[name] = Member(name, tag_of(name), address, snapshot.load.is_draining)
         self._log_news(address, "")
         return name
+
+    def look_over(self) -> None:
+        """Writes a line into the log if nobody has had a role for a while; called now and then."""
+        now, roles = self._clock(), {replica.role for replica in self._router.replicas.values()}
+        lack = _LACKS.get(roles.pop(), "") if len(roles) == 1 else ""
+        if lack != self._lack:
+            self._lack, self._lacked_s = lack, now
+        if lack and now - self._lacked_s >= LACK_S:
+            log.warning("%s", lack)
+            self._lacked_s = inf
 
     def _log_news(self, address: Address, reason: str) -> None:
         """Writes a line into the log if something changed."""

@@ -20,6 +20,10 @@ class SwitchMetrics:
         self.broken = count("broken", "Replies that ended with an error because a replica died.")
         self.slow_readers = count("slow_readers", "Clients cut off because they did not read.")
         self.cached_tokens = count("cached_tokens", "Prompt tokens forecast to be cached there.")
+        self.pulled_tokens = count("pulled_tokens", "Prompt tokens to take from another replica.")
+        self.computed_elsewhere = count(
+            "computed_elsewhere", "Prompts that a replica with --role prefill computed."
+        )
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens read.")
         self.streams = gauge("streams", "Requests in progress.")
         self.replicas = gauge("replicas", "Replicas whose state is known.")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-OWN_SETTINGS = frozenset(("replica", "cluster_secret", "metrics_port", "grpc_port"))
+OWN_SETTINGS = frozenset(("replica", "role", "cluster_secret", "metrics_port", "grpc_port"))
 """Settings of a server that replicas cannot have in common."""
 OF_SWITCH = frozenset(
     (

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.planning.params import Pooling
 from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.gateway.endpoints.prefill import PrefillOrder
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.endpoints.requests import ask_salt
 from penstock.gateway.errors import ApiError
@@ -36,6 +38,15 @@ _WAITING_BYTES = 64 * 1024 * 1024
 Body = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadQuery:
+    """What was read of a request."""
+
+    query: RouteQuery
+    order: PrefillOrder | None = None
+    """Its prompt, for a replica that computes it for the one that serves the request; None if it has not just one."""
+
+
 class QueryReader:
     """Reads the requests for one model."""
 
@@ -55,7 +66,7 @@ class QueryReader:
         tenant: Tenant,
         slo: Slo,
         policies: Mapping[Lane, LanePolicy],
-    ) -> RouteQuery:
+    ) -> ReadQuery:
         """
         Args:
             kind: the body's type, that of an operation that is passed on by its prompt.
@@ -74,7 +85,7 @@ class QueryReader:
                 prompts = await make(ask)
         tier, streams = (None, False) if ask is None else (ask.service_tier, ask.streams)
         urgency = urgency_of(tier, tenant, streams=streams, slo=slo, policies=policies)
-        return RouteQuery(
+        query = RouteQuery(
             lane=urgency.lane,
             tried=urgency.tried,
             ttft_s=urgency.ttft_s,
@@ -82,6 +93,11 @@ class QueryReader:
             num_prompt=sum(map(len, prompts)) or max(1, num_bytes // _CHARS_PER_TOKEN),
             hashes=await self._hashes(ask, max(prompts, key=len), tenant) if ask and prompts else [],
         )
+        if ask is None or ask.sampling is None or len(prompts) != 1:
+            return ReadQuery(query)
+        salt, lane = ask_salt(ask, tenant), urgency.lane if urgency.tried is None else urgency.tried
+        order = PrefillOrder(token_ids=prompts[0], salt=salt.hex(), tenant=tenant.name, lane=lane)
+        return ReadQuery(query, order)
 
     async def _hashes(self, ask: Ask, prompt: list[int], tenant: Tenant) -> list[bytes]:
         """Returns the hashes of a prompt's blocks but for that of the last token, which is computed in any case."""

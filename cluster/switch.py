@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from time import perf_counter
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.cluster.members import AwakeClock, Member, Members
 from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
+from penstock.cluster.prefill import compute
 from penstock.cluster.queries import QueryReader, owner_tag
 from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address, end_to_end
@@ -32,10 +33,11 @@ from penstock.gateway.endpoints.answering import position_asked
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
+from penstock.gateway.endpoints.prefill import PrefillOrder
 from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts
-from penstock.gateway.http.correlation import CORRELATION, TICKET_HEADER
+from penstock.gateway.http.correlation import CORRELATION, SOURCE_HEADER, TICKET_HEADER
 from penstock.gateway.http.entrance import Entrance, forget_body
 from penstock.gateway.http.hosts import FORWARDED_HOST, FORWARDED_PROTO
 from penstock.gateway.http.json_response import JsonResponse
@@ -44,11 +46,11 @@ from penstock.gateway.instruments import CONTENT_TYPE
 from penstock.gateway.limits import Limits, parse_object
 from penstock.gateway.off_loop import off_loop
 from penstock.gateway.sessions.owners import tag_in
-from penstock.gateway.tickets import ticket_of
+from penstock.gateway.tickets import source_of, ticket_of
 from penstock.gateway.wire.lanes import slo_of
 from penstock.gateway.wire.prompts import Prompts
 from penstock.gateway.wire.schemas import ChatBody
-from penstock.priority.routing.router import RouteQuery, Router
+from penstock.priority.routing.router import Placement, RouteQuery, Router
 from penstock.priority.verdict import Refusal
 
 STALL_S = 30.0
@@ -68,7 +70,10 @@ MOST_CHOSEN = 32
 _FORWARDED_FOR = "x-forwarded-for"
 """Where the client is, as far as the switch believes those before it."""
 _NOT_PASSED_ON = frozenset(
-    (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER.encode(), SECRET_HEADER.encode())
+    (
+        *(b"host", b"content-length", b"expect", b"x-request-id"),
+        *(name.encode() for name in (TICKET_HEADER, SOURCE_HEADER, SECRET_HEADER)),
+    )
 )
 
 
@@ -134,6 +139,7 @@ class Switch:
 
     async def _tick(self) -> None:
         self.clock()
+        self.members.look_over()
         now = asyncio.get_running_loop().time()
         for relay in list(self._relays):
             relay.look_after(now, self.options.timeouts, stall_s=STALL_S, lost_s=LOST_S)
@@ -219,6 +225,7 @@ class Switch:
 
         with self._on_its_way(relay):
             async with meanwhile(watch()):
+                await route.compute_prompt(connection)
                 await relay.run()
 
     def _check_open(self) -> None:
@@ -257,7 +264,7 @@ class Switch:
         except ApiError:  # the replica will say so
             body = {}
         assert operation.body is not None
-        query = await self._queries.read(
+        read = await self._queries.read(
             operation.body, body, len(raw), client.tenant, slo_of(http.headers), self.router.policies
         )
         self.metrics.choice_seconds.observe(perf_counter() - began_s)
@@ -272,7 +279,8 @@ class Switch:
         stays = stays or (operation.body is ChatBody and body.get("store") is True)
         return _Route(
             switch=self,
-            query=query,
+            query=read.query,
+            order=read.order,
             owner=owner_tag(body),
             position=Position(path) if is_recorded else None,
             once=stays and not has_key,
@@ -296,13 +304,15 @@ class Switch:
         return members[self._num_any % len(members)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Route:
     """The route of one request; a `cluster.relay.Picker`."""
 
     switch: Switch
     query: RouteQuery | None = None
     """The request to the model; None for what any replica can answer as well as any other."""
+    order: PrefillOrder | None = None
+    """Its prompt, which another replica may compute."""
     owner: str | None = None
     """The tag of a replica that is to be asked first."""
     id: str = ""
@@ -319,6 +329,25 @@ class _Route:
             if target.replica not in excluded:
                 return target
         return self._any(excluded)
+
+    async def compute_prompt(self, connection: Connection) -> None:
+        """Has a replica for prompts compute a long one, which the replica that serves the request takes from there.
+
+        If none does, the one that serves it computes it itself.
+        """
+        query, switch = self.query, self.switch
+        if query is None or self.order is None:
+            return
+        found = switch.router.choose_prefill(query, switch.clock())
+        if found is None:
+            return
+        target = self._target_of(found)
+        try:
+            if await compute(self.order, target, switch.options.secret, connection, found.forecast_s):
+                self.query = replace(query, source=found.replica)
+                switch.metrics.computed_elsewhere.inc()
+        finally:
+            target.release()
 
     def has_others(self, excluded: frozenset[str]) -> bool:
         return any(self.id or not member.is_draining for member in self._beside(excluded))
@@ -350,11 +379,20 @@ class _Route:
             raise self._refused(choice)
         self.switch.metrics.prompt_tokens.inc(query.num_prompt)
         self.switch.metrics.cached_tokens.inc(choice.num_cached)
-        ticket = ticket_of(self.switch.options.secret, self.switch.name, choice.ticket).encode()
-        release = partial(router.note_done, choice.ticket)
-        return Target(
-            choice.replica, live[choice.replica].address, [(TICKET_HEADER.encode(), ticket)], release
-        )
+        self.switch.metrics.pulled_tokens.inc(choice.num_pulled)
+        return self._target_of(choice)
+
+    def _target_of(self, choice: Placement) -> Target:
+        """Returns the replica of choice, with the headers that tell it of its place and of where to take KV from."""
+        switch = self.switch
+        live = switch.members.live
+        ticket = ticket_of(switch.options.secret, switch.name, choice.ticket)
+        headers = [(TICKET_HEADER.encode(), ticket.encode())]
+        if choice.source is not None and choice.source in live:
+            source = source_of(switch.options.secret, ticket, str(live[choice.source].address))
+            headers.append((SOURCE_HEADER.encode(), source.encode()))
+        release = partial(switch.router.note_done, choice.ticket)
+        return Target(choice.replica, live[choice.replica].address, headers, release)
 
     def _refused(self, why: Refusal) -> ApiError:
         self.switch.metrics.refused(why.reason).inc()

@@ -27,10 +27,12 @@ from penstock.engine.planning.drafting import Drafting
 from penstock.engine.planning.keeping import Keeping
 from penstock.engine.planning.lookup import Lookup
 from penstock.engine.planning.masks import ForcedTokens, StepMasks
+from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.prefix_events import PrefixLog
+from penstock.engine.planning.ranked_memory import Memory
 from penstock.engine.planning.rehearsal import MOST_S, Rehearsal
 from penstock.engine.planning.report import StepReport
-from penstock.engine.planning.request import Output
+from penstock.engine.planning.request import Output, Request
 from penstock.engine.planning.request_queue import RequestQueue
 from penstock.engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from penstock.engine.planning.setup import fit_limits, make_memory
@@ -38,6 +40,10 @@ from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import StepPlan, StepResult
 from penstock.engine.planning.timings import NO_SECONDS, DraftCount
 from penstock.engine.text.grammars import Grammars
+from penstock.engine.tiers.block_file import BlockKey
+from penstock.engine.tiers.giving import Given
+from penstock.engine.tiers.opening import TierOptions, open_tiers
+from penstock.engine.tiers.tiers import Tiers, TiersUse
 
 log = logging.getLogger("penstock.engine")
 
@@ -75,6 +81,7 @@ class EngineStats:
     """The most tokens of one step."""
     max_num_seqs: int = 0
     states: StateUse = field(default_factory=StateUse)
+    tiers: TiersUse = field(default_factory=TiersUse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +115,10 @@ class Engine:
         prefix_cache: bool = True,
         grammars: Grammars | None = None,
         rehearsal: Rehearsal | None = None,
+        tiers: TierOptions | None = None,
     ) -> None:
-        """If `grammars` is None, no request may have a grammar. A `rehearsal` is served before the engine is READY."""
+        """If `grammars` is None, no request may have a grammar. A `rehearsal` is served before the engine is READY.
+        `tiers` keep KV blocks outside of the device's memory."""
         self.state = EngineState.STARTING
         self.error: str | None = None
         self.failure: BaseException | None = None
@@ -128,6 +137,8 @@ class Engine:
         self._prefix_cache = prefix_cache
         self._masks = None if grammars is None else StepMasks(grammars)
         self._rehearsal = rehearsal
+        self._tier_options = tiers
+        self._tiers: Tiers | None = None
         self._prefix_log = PrefixLog()
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
@@ -151,6 +162,37 @@ class Engine:
     def wake(self) -> None:
         """Signals that there may be something to do: a request was queued."""
         self._awake.set()
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Brings KV of requests that were queued back from the tiers while they wait. It is no more than a hint."""
+        if self._tiers is not None:
+            self._tiers.expect(requests)
+
+    def expect_from(self, source: str, hashes: Sequence[bytes]) -> None:
+        """Says that another server has a chain of blocks that a request is about to need; it is no more than a hint."""
+        if self._tiers is not None:
+            self._tiers.expect_from(source, hashes)
+
+    def give(self, keys: Sequence[BlockKey], done: Given) -> None:
+        """Reads the contents of the first of these blocks, up to the first that is not here, for another server.
+
+        Args:
+            done: takes them, once, from any thread.
+        """
+        if self._tiers is None or self._tiers.peers is None:
+            done([])
+        else:
+            self._tiers.giver.ask(keys, done)
+
+    @property
+    def kv_digest(self) -> bytes:
+        """What gives blocks their meaning, the same for servers that can exchange them; empty if this one does not."""
+        return b"" if self._tiers is None or self._tiers.peers is None else self._tiers.digest
+
+    @property
+    def pull_rate(self) -> float:
+        """The tokens a second whose KV comes from other servers; 0 if none can."""
+        return 0.0 if self._tiers is None else self._tiers.pull_rate
 
     def cancel(self, request_id: str) -> None:
         """Ends a request at the next step boundary; ids that are not here, or no longer, are ignored."""
@@ -184,6 +226,7 @@ class Engine:
             max_batch_tokens=scheduler.limits.max_batch_tokens,
             max_num_seqs=scheduler.limits.max_num_seqs,
             states=scheduler.memory.state_use,
+            tiers=TiersUse() if self._tiers is None else self._tiers.use,
         )
 
     def unfilled_kv(self) -> float:
@@ -206,8 +249,13 @@ class Engine:
             hashes: the hashes of the prompt's blocks.
             token_ids: the prompt; without it, nothing is found where layers have a state.
         """
-        scheduler = self._scheduler
-        return scheduler.memory.find_cached(hashes, token_ids) if scheduler else (0, 0)
+        scheduler, tiers = self._scheduler, self._tiers
+        if scheduler is None:
+            return 0, 0
+        num_cached, num_in_use = scheduler.memory.find_cached(hashes, token_ids)
+        if tiers is not None:
+            num_cached += tiers.tokens_gained(hashes, num_cached // scheduler.memory.block_size)
+        return num_cached, num_in_use
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -237,11 +285,21 @@ class Engine:
         if self._rehearsal is not None:
             self._rehearse(self._rehearsal)
         self._scheduler = scheduler = self._new_scheduler()
+        if self._tier_options is not None:
+            step_seconds = self._queue.step_seconds
+            self._tiers = open_tiers(self._tier_options, self._facts, step_seconds, self.wake)
+            self._attach_tiers(scheduler.memory)
         self._become(EngineState.READY)
         while not self._stopping.is_set():
             self._turn(scheduler)
         self._land_but(scheduler, 0)
+        if self._tiers is not None:
+            self._tiers.finish()
         self._become(EngineState.STOPPED)
+
+    def _attach_tiers(self, memory: Memory) -> None:
+        if self._tiers is not None and isinstance(memory, SequenceMemory):
+            self._tiers.attach(memory)
 
     def _rehearse(self, rehearsal: Rehearsal) -> None:
         """Serves requests of its own with a scheduler of their own; nobody is told, but the queue of the steps."""
@@ -288,6 +346,8 @@ class Engine:
         self._undelivered = self._cancel_asked(scheduler, started)
         if self._flights and scheduler.awaits_tokens:
             self._land_but(scheduler, 0)
+        if self._tiers is not None and self._tiers.turn():
+            self._awake.set()  # more has arrived than one turn takes
         plan = scheduler.plan(started)
         self._forget_departed(scheduler)
         plan.is_beside = goes_beside(plan, scheduler, self._facts)
@@ -312,6 +372,8 @@ class Engine:
         self._num_steps += 1
         self._proven = False
         try:
+            if self._tiers is not None:
+                self._tiers.save()
             limit = partial(self._limit, scheduler, plan)
             land = partial(self._land_but, scheduler, 0, is_launching=True)
             step = launch_fitting(self._runner, scheduler, plan, limit, land)
@@ -439,6 +501,8 @@ class Engine:
     def _rest(self, scheduler: Scheduler) -> None:
         if scheduler.sequences.is_idle and not self._proven:
             self._prove(scheduler)
+        if self._tiers is not None:
+            self._tiers.save()
         self._awake.wait(_IDLE_WAIT_S)
 
     def _prove(self, scheduler: Scheduler) -> None:
@@ -451,6 +515,7 @@ class Engine:
             self._num_pool_violations += 1
             self._scheduler = None
             scheduler.start_afresh(self._new_scheduler().memory)
+            self._attach_tiers(scheduler.memory)
             self._prefix_log.clear()
             self._scheduler = scheduler
 

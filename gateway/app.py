@@ -22,9 +22,8 @@ from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.intake import Endpoints, Intake
 from penstock.gateway.endpoints.openapi import OpenApi
 from penstock.gateway.endpoints.operation import handlers_of, routes_of
-from penstock.gateway.endpoints.operations import PLAIN_APIS
+from penstock.gateway.endpoints.operations import CLUSTER_APIS, PLAIN_APIS
 from penstock.gateway.endpoints.operator import MetricsApi, ProbesApi
-from penstock.gateway.endpoints.state import StateApi
 from penstock.gateway.errors import DROPPED_HEADER, ApiError
 from penstock.gateway.http.correlation import IGNORED_HEADER
 from penstock.gateway.http.entrance import Entrance
@@ -68,7 +67,7 @@ def create_app(service: Service, static: Path | None = None, intake: Intake | No
         FilesApi(service, intake, files),
         batches,
         MessageBatchesApi(service, intake, files, batches.batches),
-        *([StateApi(service, intake)] if service.options.cluster_secret else ()),
+        *([api(service, intake) for api in CLUSTER_APIS] if service.options.cluster_secret else ()),
         *(() if service.options.metrics_elsewhere else [MetricsApi(service)]),
     ]
     routes = [

@@ -43,6 +43,8 @@ class ServingEngine(Protocol):
 
     def wake(self) -> None: ...
 
+    def expect(self, requests: Sequence[Request]) -> None: ...
+
     def cancel(self, request_id: str) -> None: ...
 
     def find_cached(self, hashes: Sequence[bytes], token_ids: Sequence[int]) -> tuple[int, int]: ...
@@ -85,6 +87,8 @@ class Dispatch:
         self.draining = False
         """Whether new work is refused because the server shuts down."""
         self.tickets = Tickets()
+        self.on_put: Callable[[Sequence[Request]], None] = lambda _: None
+        """Is told of new requests just before they are queued."""
         self._metrics = metrics
         self._clock = clock
         self._promises = promises
@@ -165,6 +169,7 @@ class Dispatch:
         for request in stream.requests:
             self._queue.readmit(request, self._clock())
             self._by_request[request.request_id] = stream
+        self._engine.expect(stream.requests)
         self._engine.wake()
 
     def release(self, stream: Generation) -> None:
@@ -199,12 +204,14 @@ class Dispatch:
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
     def _put(self, stream: Generation) -> None:
+        self.on_put(stream.requests)
         cached = [self._cached(request) for request in stream.requests]
         now = self._clock()
         requests, forecast = self._queue.put_all(stream.requests, now, cached)
         stream.note_let_in(requests, forecast, now)
         stream.promised_ttft_s = self._promised_s(stream, forecast)
         self._by_request |= {request.request_id: stream for request in requests}
+        self._engine.expect(requests)
         self._metrics.note_admitted(stream.lane, [request.num_prompt_tokens for request in requests])
         if forecast is not None and isfinite(forecast.allowed_s):
             self._metrics.note_forecast(stream.lane, forecast.late_s, forecast.allowed_s)

@@ -13,6 +13,7 @@ from penstock.engine.planning.request import FinishReason
 from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import ExpertUse
 from penstock.engine.planning.timings import Timings
+from penstock.engine.tiers.tiers import TiersUse
 from penstock.gateway.instruments import Counter, Exposition, Gauge, Kind, Metric
 from penstock.gateway.store.interface import StoreStats
 from penstock.gateway.wire.frames import seconds_per_output_token
@@ -51,6 +52,7 @@ class Metrics:
         self._vllm: _VllmNames | None = None
         self._store = StoreMetrics(self.page)
         self._promises = PromiseMetrics(self.page)
+        self._tiers = TierMetrics(self.page)
         self.num_output_tokens = 0
         self._name_requests()
         self._name_steps()
@@ -213,6 +215,9 @@ class Metrics:
         if report.error is not None:
             self.failed_steps.inc()
 
+    def note_tiers(self, use: TiersUse) -> None:
+        self._tiers.set(use)
+
     def note_states(self, states: StateUse) -> None:
         self.state_slots.set(states.num_slots)
         self.held_states.set(states.num_held)
@@ -316,6 +321,51 @@ class PromiseMetrics:
             for bound, value in zip(("low", "high"), one.interval, strict=True):
                 self._interval(lane.label, bound).set(value)
             self._margin(lane.label).set(one.margin.value)
+
+
+class TierMetrics:
+    """The metrics of the tiers that keep KV blocks outside of the device's memory, which count for themselves."""
+
+    def __init__(self, page: Exposition) -> None:
+        labels = ["tier"]
+        self._gauges = {
+            "num_blocks": page.gauges("kv_tier_blocks", "KV blocks in a tier.", labels),
+            "num_bytes": page.gauges(
+                "kv_tier_bytes", "Bytes in a tier, those of other servers included.", labels
+            ),
+            "max_bytes": page.gauges("kv_tier_max_bytes", "Most bytes that a tier may have.", labels),
+        }
+        self._counters = {
+            "num_hits": page.counters("kv_tier_hits", "KV blocks read from a tier.", labels),
+            "num_misses": page.counters("kv_tier_misses", "KV blocks that a tier could not bring.", labels),
+            "bytes_read": page.counters("kv_tier_read_bytes", "Bytes read from a tier.", labels),
+            "bytes_written": page.counters("kv_tier_written_bytes", "Bytes written to a tier.", labels),
+            "read_seconds": page.counters(
+                "kv_tier_read_seconds", "Time of reading threads in a tier.", labels
+            ),
+            "num_failures": page.counters(
+                "kv_tier_failures", "Failed writes, and KV blocks that were found damaged.", labels
+            ),
+        }
+        self._singles = {
+            "num_fetched_blocks": page.counter(
+                "kv_tiers_fetched_blocks", "KV blocks brought back from the tiers."
+            ),
+            "num_lost_blocks": page.counter(
+                "kv_tiers_lost_blocks", "KV blocks overwritten while too many others waited to be written."
+            ),
+            "seconds_saved": page.counter(
+                "kv_tiers_saved_seconds",
+                "Expected time of computing what was brought back, less the time that it took to bring it.",
+            ),
+        }
+
+    def set(self, use: TiersUse) -> None:
+        for tier, stats in use.tiers.items():
+            for name, instrument in (*self._gauges.items(), *self._counters.items()):
+                instrument(tier).set(getattr(stats, name))
+        for name, counter in self._singles.items():
+            counter.set(getattr(use, name))
 
 
 class StoreMetrics:

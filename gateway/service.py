@@ -7,9 +7,9 @@ import contextlib
 import logging
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from math import inf
@@ -17,6 +17,7 @@ from math import inf
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.embedding import Embedding
 from penstock.engine.planning.report import StepReport
+from penstock.engine.planning.request import Request
 from penstock.engine.planning.state_records import StateUse
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.watermark import Watermark
@@ -27,6 +28,7 @@ from penstock.gateway.background import end, meanwhile
 from penstock.gateway.dispatch import Dispatch, ServingEngine, Tracing
 from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.http.descriptors import Descriptors
+from penstock.gateway.kv import KvExchange
 from penstock.gateway.limits import Limits
 from penstock.gateway.metrics import Metrics
 from penstock.gateway.sessions.owners import tag_of
@@ -38,6 +40,7 @@ from penstock.gateway.sessions.recordings.registry import Recordings
 from penstock.gateway.sessions.responses import records, writer
 from penstock.gateway.store.interface import Store
 from penstock.gateway.tenants import Tenants
+from penstock.gateway.tickets import source_asked
 from penstock.gateway.watch import Watches
 from penstock.gateway.wire.compiling import Compiling
 from penstock.gateway.wire.prompts import Prompts
@@ -46,7 +49,7 @@ from penstock.gateway.wire.sampling import KeepLimits, SamplingDefaults
 from penstock.priority.coverage import Coverage
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
 from penstock.priority.queue import LaneQueue
-from penstock.priority.routing.state import Load
+from penstock.priority.routing.state import Load, Role
 
 log = logging.getLogger("penstock.gateway")
 
@@ -102,6 +105,8 @@ class ServiceOptions:
     """The policies of the queue's lanes."""
     cluster_secret: str | None = None
     """The secret with which switches ask for this replica's state; without it, nobody can."""
+    role: Role = Role.BOTH
+    """The part of requests that it is for, behind a switch."""
     warm_up_tokens: int = 0
     """Most prompt tokens of a process before this one that are computed again."""
     tool_parser: str = AUTO
@@ -132,8 +137,13 @@ class Service:
         grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
         traces: Tracing | None = None,
+        kv: KvExchange | None = None,
     ) -> None:
-        """`sink`, `grammars` and `clock` must be the engine's, and `clock` that of `traces`."""
+        """`sink`, `grammars` and `clock` must be the engine's, and `clock` that of `traces`.
+
+        Without `kv`, no blocks are given to other replicas or taken from them.
+        """
+        self.kv = kv
         self._engine = engine
         self._queue = queue
         self.tokenizer = tokenizer = prompts.tokenizer
@@ -154,6 +164,7 @@ class Service:
         self.locator = PrefixLocator(store.durable, options.replica, options.block_size, engine.find_cached)
         keeping = options.keep.keeping(options.keep.default)
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces, keeping)
+        self.dispatch.on_put = self._expect_blocks
         self.quotas = Quotas(store)
         self.tenants = Tenants(queue, clock)
         self.idempotency = Idempotency(store)
@@ -313,7 +324,14 @@ class Service:
     def load(self) -> Load:
         """Returns the load of this replica, for switches."""
         num_free_kv = self._engine.stats().num_free_tokens
-        return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
+        load = self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
+        return load if self.kv is None else replace(load, pull_rate=self.kv.tokens_per_s)
+
+    def _expect_blocks(self, requests: Sequence[Request]) -> None:
+        """Notes where the KV of a request is to be taken from, if the switch that sent it said so."""
+        if self.kv is not None and (source := source_asked(self.options.cluster_secret or "")) is not None:
+            for request in requests:
+                self.kv.expect(source, request.block_hashes)
 
     def block_map(self) -> dict[str, object] | None:
         """Returns the KV blocks for `/v1/events`, in base64; None before the engine is ready."""
@@ -346,6 +364,7 @@ class Service:
         self.metrics.pool_violations.set(stats.num_pool_violations)
         self.metrics.kv_unfilled.set(self._engine.unfilled_kv())
         self.metrics.note_states(stats.states)
+        self.metrics.note_tiers(stats.tiers)
         for name, value in self._queue.step_model().items():
             self.metrics.step_model(name).set(value)
         depths = self._queue.depths()

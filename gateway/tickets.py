@@ -14,12 +14,32 @@ from penstock.gateway.http.correlation import CORRELATION
 from penstock.priority.routing.state import MAX_TICKETS
 
 _MARK_CHARS = 16
+_SOURCE_MARK_CHARS = 32
 
 
 def ticket_of(secret: str, switch: str, number: int) -> str:
     """Returns a ticket of a switch, as its request's header has it."""
     name = f"{switch}/{number}"
     return f"{hmac.digest(secret.encode(), name.encode(), 'sha256').hex()[:_MARK_CHARS]}.{name}"
+
+
+def source_of(secret: str, ticket: str, address: str) -> str:
+    """Returns the header by which a switch names the replica that a request's KV is to be taken from."""
+    mark = hmac.digest(secret.encode(), f"{ticket} {address}".encode(), "sha256").hex()[:_SOURCE_MARK_CHARS]
+    return f"{mark}.{address}"
+
+
+def source_asked(secret: str) -> str | None:
+    """Returns the address that the running task's request is to take KV from; None if no switch said so.
+
+    The secret is sent there: so nobody else may say where.
+    """
+    http = CORRELATION.get()
+    if http is None or not http.source or not secret:
+        return None
+    address = http.source.partition(".")[2]
+    right = source_of(secret, http.ticket, address)
+    return address if hmac.compare_digest(http.source.encode(), right.encode()) else None
 
 
 class Tickets:

@@ -29,6 +29,7 @@ from penstock.app.offline.requests import Conversation, Prompt, Requests, Sampli
 from penstock.app.offline.settings import offline_settings
 from penstock.engine.engine import EngineState
 from penstock.engine.planning.request import Output, Request
+from penstock.engine.tiers.tiers import TiersUse
 from penstock.gateway.wire.embeddings import shortened
 
 _STOP_S = 5.0
@@ -86,6 +87,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def tiers_use(self) -> TiersUse:
+        """The use of `kv_host_bytes` and `kv_disk`."""
+        return self._engine.stats().tiers
 
     def close(self) -> None:
         """Ends the engine and frees the model. Calls that run in other threads end with an error."""
@@ -193,6 +199,7 @@ class LLM:
                 raise RuntimeError(self._engine.error or "this LLM is closed")
             for request in asked:
                 self._queue.readmit(request, now)  # nothing is refused here, nor expires
+            self._engine.expect(asked)
             self._engine.wake()
             yield call
         finally:

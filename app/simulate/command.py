@@ -24,6 +24,7 @@ from penstock.app.simulate.inputs import (
 )
 from penstock.app.simulate.replicas import DEFAULT_ROUTERS, Cell, Fleet, compare, draw_cells, print_cells
 from penstock.app.simulate.report import print_report
+from penstock.app.simulate.splits import check_splits, print_advice, try_splits
 from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.simulator.cluster import ROUTERS, Wires
 from penstock.priority.simulator.result import Result
@@ -35,7 +36,19 @@ from penstock.priority.steptime import NAMES
 _MACHINES = listed(quantity(int, least=1, most=1_000))
 _MODES = {
     "capacity": ({"target", "machines"}, {"policies", "plots"}),
-    "replicas": ({"router", "push_ms", "transfer_gbps", "prefill_replicas"}, {"policies", "capacity"}),
+    "replicas": (
+        {
+            "router",
+            "push_ms",
+            "transfer_gbps",
+            "prefill_replicas",
+            "tier_tokens",
+            "tier_gbps",
+            "pull",
+            "splits",
+        },
+        {"policies", "capacity"},
+    ),
 }
 """The arguments that go only with a mode, and those that do not go with it."""
 _COST_HELP = (
@@ -181,6 +194,28 @@ def _add_replicas(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="replicas that compute prompts, when disaggregated (half)",
     )
+    parser.add_argument(
+        "--splits",
+        action="store_true",
+        help="try how many of the replicas should compute prompts alone, and list the best numbers first",
+    )
+    parser.add_argument(
+        "--tier-tokens",
+        type=count,
+        metavar="N",
+        help="tokens of KV that each replica keeps in memory or on disk after it evicted them (0)",
+    )
+    parser.add_argument(
+        "--tier-gbps",
+        type=positive,
+        metavar="N",
+        help="gigabits per second at which a replica reads them back (160)",
+    )
+    parser.add_argument(
+        "--pull",
+        action="store_true",
+        help="replicas take KV from one another over their links where that is sooner than computing it",
+    )
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -193,7 +228,9 @@ def _check(options: argparse.Namespace) -> None:
             raise OperatorError(f"{_flag(min(stray))} does not go with --{mode}")
     for flag, path in (("--json", options.json), ("--write-trace", options.write_trace)):
         check_output(flag, path)
-    if options.replicas is not None:
+    if options.splits:
+        check_splits(options.replicas, options.router, options.prefill_replicas)
+    elif options.replicas is not None:
         _fleet(options).check(is_asked=options.router is not None)
     if options.plots is not None:
         _check_plots(options.plots)
@@ -264,19 +301,23 @@ def _replicas(
     fleet = _fleet(options)
     # A trace keeps its pace unless another is asked for.
     rate = float(DEFAULTS["rate"]) if options.rate is None and options.trace is None else options.rate
-    cells = compare(fleet, traffic, rate, machine, lanes)
-    print_cells(cells, lanes[Lane.INTERACTIVE])
+    if options.splits:
+        cells = try_splits(fleet, traffic, rate, machine, lanes)
+        print_cells(cells, lanes[Lane.INTERACTIVE])
+        print_advice(cells)
+    else:
+        cells = compare(fleet, traffic, rate, machine, lanes)
+        print_cells(cells, lanes[Lane.INTERACTIVE])
     if options.plots is not None:
         log.info("wrote %s", draw_cells(options.plots, cells, traffic.name, lanes[Lane.INTERACTIVE]))
     return cells
 
 
 def _fleet(options: argparse.Namespace) -> Fleet:
-    wires = Wires()
+    given = {name: getattr(options, name) for name in ("transfer_gbps", "tier_tokens", "tier_gbps")}
+    wires = Wires(pulls=options.pull, **{name: value for name, value in given.items() if value is not None})
     if options.push_ms is not None:
         wires = replace(wires, push_delay_s=options.push_ms / 1000)
-    if options.transfer_gbps is not None:
-        wires = replace(wires, transfer_gbps=options.transfer_gbps)
     return Fleet(
         numbers=sorted(options.replicas),
         routers=options.router or DEFAULT_ROUTERS,

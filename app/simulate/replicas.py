@@ -15,6 +15,7 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
 from penstock.priority.simulator.run import Machine
 from penstock.priority.simulator.summary import Summary, summarise
+from penstock.priority.simulator.trace import Arrival
 
 DEFAULT_ROUTERS = ("prefix", "least", "random", "disaggregated")
 
@@ -74,15 +75,29 @@ def compare(
         num_prefill = None
         if router == "disaggregated":
             num_prefill = fleet.num_prefill or replicas // 2
-        with counter(f"{router}, {replicas}", len(arrivals)) as update:
-            result = simulate_cluster(
-                arrivals, machine, router, replicas, wires=fleet.wires, num_prefill=num_prefill, lanes=lanes,
-                progress=update,
-            )  # fmt: skip
-        summary = summarise(result, lanes, num_machines=replicas)
-        cells.append(Cell(num_replicas=replicas, router=router, num_prefill=num_prefill, summary=summary))
-        log.info("%s, %d: %s of the promises kept", router, replicas, percent(summary.total.attainment))
+        cells.append(run_cell(arrivals, router, replicas, num_prefill, fleet.wires, machine, lanes))
     return cells
+
+
+def run_cell(
+    arrivals: list[Arrival],
+    router: str,
+    num_replicas: int,
+    num_prefill: int | None,
+    wires: Wires,
+    machine: Machine,
+    lanes: Mapping[Lane, LanePolicy],
+) -> Cell:
+    """Runs one router on one number of replicas."""
+    name = router if num_prefill is None else f"{router} {num_prefill}"
+    with counter(f"{name}, {num_replicas}", len(arrivals)) as update:
+        result = simulate_cluster(
+            arrivals, machine, router, num_replicas, wires=wires, num_prefill=num_prefill, lanes=lanes,
+            progress=update,
+        )  # fmt: skip
+    summary = summarise(result, lanes, num_machines=num_replicas)
+    log.info("%s, %d: %s of the promises kept", name, num_replicas, percent(summary.total.attainment))
+    return Cell(num_replicas=num_replicas, router=router, num_prefill=num_prefill, summary=summary)
 
 
 def print_cells(cells: Sequence[Cell], policy: LanePolicy) -> None:
@@ -98,9 +113,13 @@ def print_cells(cells: Sequence[Cell], policy: LanePolicy) -> None:
         "P90 s",
         "TPOT P99 ms",
     ]
-    print(f"\n{table([*head, 'hits', 'Jain', 'busy'], [_row(cell) for cell in cells])}\n")
+    moves = any(cell.summary.read_share or cell.summary.pulled_share for cell in cells)
+    head += ["hits", "read", "pulled", "busy"] if moves else ["hits", "Jain", "busy"]
+    print(f"\n{table(head, [_row(cell, moves=moves) for cell in cells])}\n")
     print(f"{promise_text(policy)}. All figures are of all lanes.")
     print("hits: prompt tokens found in a prefix cache. busy: of the replicas' time, what steps took.")
+    if moves:
+        print("Among the hits, read: prompt tokens that came from a tier; pulled: from another replica.")
 
 
 def draw_cells(folder: Path, cells: Sequence[Cell], traffic: str, policy: LanePolicy) -> Path:
@@ -115,7 +134,8 @@ def draw_cells(folder: Path, cells: Sequence[Cell], traffic: str, policy: LanePo
     return draw_routers(folder / "scale.png", lines, traffic, policy)
 
 
-def _row(cell: Cell) -> list[str]:
+def _row(cell: Cell, *, moves: bool) -> list[str]:
+    """With `moves`, Jain's index leaves its place to the shares that came from elsewhere."""
     summary, total = cell.summary, cell.summary.total
     router = cell.router if cell.num_prefill is None else f"{cell.router} {cell.num_prefill}"
     return [
@@ -129,6 +149,10 @@ def _row(cell: Cell) -> list[str]:
         number(total.ttft_s.p90),
         number(total.tpot_s.p99, 1000),
         percent(summary.hit_rate),
-        "-" if summary.jain is None else f"{summary.jain:.2f}",
+        *(
+            (percent(summary.read_share), percent(summary.pulled_share))
+            if moves
+            else ("-" if summary.jain is None else f"{summary.jain:.2f}",)
+        ),
         percent(summary.busy_share),
     ]

@@ -41,6 +41,35 @@ class StepInFlight(Protocol):
         """
 
 
+Payload = bytes | bytearray | memoryview
+"""The content of a block; nobody changes it."""
+
+
+class Staged(Protocol):
+    """Contents of blocks on their way to the host."""
+
+    def wait(self) -> list[Payload]:
+        """Waits until they have come, and returns the content of each block. Called once, from any thread."""
+
+
+class BlockCarrier(Protocol):
+    """Carries contents of KV blocks from the device to the host and back. Every call comes from the step thread.
+
+    What it does to a block happens after the steps that were launched before, and before those that are launched later.
+    """
+
+    num_bytes: int
+    """The bytes of a block's content."""
+    layout: str
+    """What has to be equal for the contents of two runners' blocks to mean the same, apart from the weights."""
+
+    def copy_out(self, blocks: list[int]) -> Staged:
+        """Raises OutOfMemory if there is no room for that on the host."""
+
+    def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:
+        """Overwrites distinct blocks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFacts:
     """The facts of a runner that planning has to know."""
@@ -83,6 +112,8 @@ class RunnerFacts:
     num_ranks: int = 1
     """The ranks that have sequences of their own, and `num_blocks` each. Each rank's blocks have the numbers after
     those of the rank before."""
+    carrier: BlockCarrier | None = None
+    """Carries contents of blocks; None where a block's content is in several places, or is not all there is to find."""
 
 
 class Runner(Protocol):

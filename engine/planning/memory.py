@@ -31,6 +31,7 @@ from collections.abc import Sequence as ListLike
 from math import inf
 
 from penstock.engine.planning.blocks import BlockPool
+from penstock.engine.planning.outside import Content, Outside
 from penstock.engine.planning.prefix_events import Dropped, Found, PrefixLog
 from penstock.engine.planning.prefix_index import PrefixIndex, extend_chain
 from penstock.engine.planning.request import NO_LIMIT, Sequence
@@ -77,7 +78,7 @@ class SequenceMemory:
         self.max_chunk = self.windows.max_chunk(num_blocks - 1)
         """Tokens of the largest chunk: its blocks and those of the windows before it fit into the pool together."""
         self.index = PrefixIndex(self.windows.num_seen)
-        self.pool: BlockPool = BlockPool(num_blocks, self._drop, after=None if after is None else after.pool)
+        self.pool: BlockPool = BlockPool(num_blocks, self._reuse, after=None if after is None else after.pool)
         self.slots = BlockPool(num_states or 2, unit="state slot")  # without states, nobody asks for one
         self.snapshots = Snapshots(block_size, self.index, self.pool, self.slots)
         states = StateGroup(self.slots, self.snapshots, self.windows, num_pending, prefix_cache=prefix_cache)
@@ -87,6 +88,10 @@ class SequenceMemory:
         """Numbers of the steps that have not come back, oldest first."""
         self._copies: list[tuple[int, int]] = []
         """Block copies for sequences that started, to be made by the next step."""
+        self.outside: Outside | None = None
+        """Keeps what is overwritten here, if anybody does."""
+        self._brought_back: set[int] = set()
+        """The blocks whose content it has brought back, and that no sequence has found since."""
 
     def limit_chunks(self, max_tokens: int) -> None:
         """No chunk will be larger than this: it bounds the room that a sequence needs under a sliding window."""
@@ -307,6 +312,8 @@ class SequenceMemory:
         prefix, hashes, lane = self.find_prefix(sequence), sequence.block_hashes, sequence.request.lane
         if self.states is None:
             awaited = hashes[prefix.num_known] if prefix.num_known < len(hashes) else b""
+            if self.outside is not None:
+                self.outside.fetch(sequence, hashes, prefix.num_known)
             return awaited if self.index.is_pending(awaited, lane) else b""
         num_shared = self.index.num_shared(hashes, prefix.num_known, lane)
         at = num_shared * self.block_size
@@ -359,6 +366,8 @@ class SequenceMemory:
             self.pool.hold(block)
         if num_full and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
             log.add(Found(sequence.block_hashes[num_full - 1]))
+        if self.outside is not None:
+            self._note_found(sequence, prefix.entries)
         sequence.prefix, sequence.block_table, sequence.rewritten = None, list(prefix.entries), []
         sequence.num_computed = sequence.num_committed = prefix.num_tokens
         self._extend(sequence, self._ends_at_start(sequence, prefix))
@@ -470,6 +479,9 @@ class SequenceMemory:
         """Lets the blocks of a sequence be found no more, those included that it found itself."""
         for block in filter(None, sequence.block_table):
             if self.findable[block]:
+                key = self.index.key_of(block)
+                if key is not None and self.outside is not None:
+                    self.outside.forget(*key)
                 self._drop(block)
 
     def release(self, sequence: Sequence) -> None:
@@ -489,6 +501,29 @@ class SequenceMemory:
             held = set(blocks)
             self._copies = [copy for copy in self._copies if copy[1] not in held]
         self.pool.give_back(blocks, self._last_step)
+
+    # Contents from outside
+
+    def take(self, most: int) -> list[int]:
+        """Takes free blocks, at most so many, for contents from outside; they are given back by `bring_back`."""
+        return [self.pool.allocate() for _ in range(min(most, self.pool.num_free))]
+
+    def bring_back(self, blocks: list[int], contents: ListLike[Content]) -> None:
+        """Gives back blocks that were taken; the first of them, which have these contents now, can be found."""
+        for block, content in zip(blocks, contents, strict=False):
+            if self.index.add(content.hash, block, content.table, content.depth):
+                self.findable[block] = 1
+                self._brought_back.add(block)
+                if self.log is not None and not content.table:
+                    self.log.stored(*content[:2], content.depth, self.block_size, content.salt)
+        self.pool.give_back(blocks)
+
+    def refresh(self, hashes: list[bytes]) -> None:
+        """Lets the known blocks of a chain be those that are reused last: more of it is about to be brought back."""
+        free = [block for block in self.index.match(hashes) if block and not self.pool.ref_counts[block]]
+        for block in free:
+            self.pool.hold(block)
+        self.pool.give_back(free)
 
     # Blocks
 
@@ -529,9 +564,30 @@ class SequenceMemory:
                 if self.log is not None and not number:
                     self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
+    def _note_found(self, sequence: Sequence, entries: list[int]) -> None:
+        """Tells who keeps contents outside what a sequence that starts has found, and counts what came from there."""
+        outside, back, num_tables = self.outside, self._brought_back, self.num_tables
+        hashes = sequence.block_hashes
+        assert outside is not None
+        for i, block in enumerate(entries):
+            if block:
+                outside.note_found(block, hashes[i // num_tables], i % num_tables)
+        if back and not back.isdisjoint(entries):
+            places = {i // num_tables for i, block in enumerate(entries) if block in back}
+            if sequence.timings.num_cached_tokens < 0:  # it starts for the first time
+                sequence.timings.num_fetched_tokens = len(places) * self.block_size
+            back.difference_update(entries)
+
+    def _reuse(self, block: int) -> None:
+        """A block is handed out, and will be overwritten."""
+        if self.outside is not None and (key := self.index.key_of(block)) is not None:
+            self.outside.note_reused(block, *key)
+        self._drop(block)
+
     def _drop(self, block: int) -> None:
         """The content of a block is gone, and what can only be found together with it."""
         self.findable[block] = 0
+        self._brought_back.discard(block)
         block_hash, table = self.index.drop(block) or (b"", 0)
         if block_hash and not table and self.log is not None:
             self.log.add(Dropped(block_hash))

@@ -188,6 +188,20 @@ class PrefixIndex:
         self._drops.append((depth * self.num_tables + table, block))
         return block_hash_, table
 
+    def key_of(self, block: int) -> tuple[bytes, int] | None:
+        """Returns the hash that finds a block, and its table; None if nobody finds it."""
+        place = self._place_of.get(block)
+        return None if place is None else place[:2]
+
+    def has(self, block_hash_: bytes, table: int) -> bool:
+        """Returns whether a block of the table is found by this hash; for any thread."""
+        return block_hash_ in self._block_of[table]
+
+    @property
+    def num_seen(self) -> TokenIds[int]:
+        """By table, how many of a prefix's last blocks have to be known; 0 if all have to be."""
+        return self._num_seen
+
     def place_of(self, block: int) -> int:
         """Returns the place of a block that is found in the table of whoever finds it; -1 if it is not."""
         place = self._place_of.get(block)
@@ -196,9 +210,9 @@ class PrefixIndex:
     def knows_block(self, block: int) -> bool:
         return block in self._place_of
 
-    def block_of(self, block_hash_: bytes) -> int | None:
-        """Returns the first table's block of this hash, if there is one."""
-        return self._block_of[0].get(block_hash_)
+    def block_of(self, block_hash_: bytes, table: int = 0) -> int | None:
+        """Returns a table's block of this hash, if there is one."""
+        return self._block_of[table].get(block_hash_)
 
     def blocks_of(self, hashes: TokenIds[bytes]) -> list[int]:
         """Returns the first table's blocks of a chain, up to the first that is not known; for any thread."""

@@ -192,6 +192,8 @@ class Sequence:
     """What was found for it when it was looked up last, while it waits."""
     awaited_hash: bytes = field(init=False, default=b"")
     """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
+    fetch_asked: tuple[int, int] = field(init=False, default=(-1, -1))
+    """Its preemptions, and its known blocks, when those after them were last asked for outside; see outside.py."""
     text: object = field(init=False, default=None)
     """State of the text side (a stop_strings.TextStream); the scheduler never looks inside."""
     guide: Guide | None = field(init=False, default=None)

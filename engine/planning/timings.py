@@ -66,6 +66,8 @@ class Timings:
     finished_s: float = -1.0
     num_cached_tokens: int = -1
     """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
+    num_fetched_tokens: int = 0
+    """Those of them whose KV was brought back from outside of the device's memory, see engine/tiers."""
     num_output_tokens: int = 0
     preempted_s: list[float] = field(default_factory=list)
     """The times at which it gave way to others."""

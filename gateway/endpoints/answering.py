@@ -24,6 +24,7 @@ from penstock.gateway.background import meanwhile
 from penstock.gateway.endpoints.intake import Endpoints, Inbound, Intake
 from penstock.gateway.endpoints.operation import Handler, Operation
 from penstock.gateway.endpoints.requests import RequestGroup, RequestMaker
+from penstock.gateway.endpoints.transfer import given_by, take_from
 from penstock.gateway.errors import invalid, unsupported
 from penstock.gateway.http.connections import Connection
 from penstock.gateway.http.json_response import JsonResponse
@@ -104,6 +105,8 @@ class ModelEndpoints(Endpoints):
         inbound = await self._intake.begin(http, kind)
         ask = inbound.ask
         self._check(ask)
+        if ask.sampling is not None and ask.sampling.kv_transfer_params is not None:
+            take_from(ask.sampling.kv_transfer_params, self._service.options.cluster_secret)
         if not ask.input:
             return JsonResponse(load(inbound))
         key = idempotency_key(http) if recorder is not None and HEADER in http.headers else None
@@ -181,8 +184,16 @@ class ModelEndpoints(Endpoints):
         dispatch.check_room(inbound.urgency, inbound.tenant.name, inbound.at_s, most)
 
     def _head(self, ask: Ask, reply_id: str) -> Head:
-        fingerprint = self._service.options.system_fingerprint
-        return Head(id=reply_id, created=int(time.time()), model=ask.model, system_fingerprint=fingerprint)
+        options = self._service.options
+        params = None if ask.sampling is None else ask.sampling.kv_transfer_params
+        gives = params is not None and params.do_remote_decode
+        return Head(
+            id=reply_id,
+            created=int(time.time()),
+            model=ask.model,
+            system_fingerprint=options.system_fingerprint,
+            kv_transfer=given_by(options.replica, reply_id, options.cluster_secret) if gives else None,
+        )
 
 
 def _is_resumable(http: HttpRequest, ask: Ask) -> bool:

@@ -10,9 +10,11 @@ from penstock.gateway.endpoints.events import EventsApi
 from penstock.gateway.endpoints.files import FilesApi
 from penstock.gateway.endpoints.inference import InferenceApi
 from penstock.gateway.endpoints.intake import Endpoints
+from penstock.gateway.endpoints.kv import KvApi
 from penstock.gateway.endpoints.models import LlamaServerApi, ModelsApi, OllamaModelsApi
 from penstock.gateway.endpoints.operation import ANY, Operation, served
 from penstock.gateway.endpoints.operator import MetricsApi, ProbesApi, ServerInfoApi, UsageApi
+from penstock.gateway.endpoints.prefill import PrefillApi
 from penstock.gateway.endpoints.replies import RepliesApi
 from penstock.gateway.endpoints.responses import ResponsesApi
 from penstock.gateway.endpoints.state import StateApi
@@ -24,6 +26,8 @@ PLAIN_APIS: tuple[type[Endpoints], ...] = (
     *(LlamaServerApi, EventsApi, UsageApi, ServerInfoApi, ProbesApi, InferenceApi),
 )
 """The endpoints that are made of a service and its intake alone."""
+CLUSTER_APIS: tuple[type[Endpoints], ...] = (StateApi, KvApi, PrefillApi)
+"""Those that there are for the members of a cluster alone."""
 
 
 def _operations() -> dict[str, dict[str, Operation]]:
@@ -42,7 +46,7 @@ def _operations() -> dict[str, dict[str, Operation]]:
             )
         },
     }
-    for api in (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, StateApi, MetricsApi):
+    for api in (*PLAIN_APIS, FilesApi, BatchesApi, MessageBatchesApi, *CLUSTER_APIS, MetricsApi):
         for path, verb, operation, _ in served(api):
             operations.setdefault(compile_path(path)[1], {})[verb] = operation
     return operations

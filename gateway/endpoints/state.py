@@ -57,9 +57,7 @@ class StateApi(Endpoints):
         A snapshot comes first, then changes, to the end of the last token stream of a server that drains; without
         `switch`, the snapshot alone.
         """
-        given, secret = http.headers.get(SECRET_HEADER, ""), self._service.options.cluster_secret or ""
-        if not hmac.compare_digest(given.encode(), secret.encode()):
-            raise unauthorized(f"The header '{SECRET_HEADER}' must have the cluster's secret.")
+        check_member(self._service, http)
         switch = http.query_params.get("switch", "")
         if switch and not _SWITCH.fullmatch(switch):
             raise invalid("'switch' must be up to 64 hexadecimal digits.", "switch")
@@ -126,8 +124,16 @@ class StateApi(Endpoints):
             max_num_seqs=stats.max_num_seqs,
             policies=service.options.policies,
             load=load,
+            role=service.options.role,
             blocks=blocks,
         )
+
+
+def check_member(service: Service, http: HttpRequest) -> None:
+    """Raises 401 if whoever asks does not know the cluster's secret."""
+    given, secret = http.headers.get(SECRET_HEADER, ""), service.options.cluster_secret or ""
+    if not secret or not hmac.compare_digest(given.encode(), secret.encode()):
+        raise unauthorized(f"The header '{SECRET_HEADER}' must have the cluster's secret.")
 
 
 def _requests(load: Load) -> list[object]:

@@ -27,6 +27,7 @@ PROBES = (
 """The paths that are asked for every few seconds: the log has them at level debug alone."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 TICKET_HEADER = "x-penstock-ticket"
+SOURCE_HEADER = "x-penstock-source"
 _VALID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 _MAX_ADDRESS_CHARS = 64
@@ -44,6 +45,10 @@ class Correlation:
     """W3C's trace context, as the client sent it."""
     ticket: str = ""
     """The ticket of the switch that sent it, see `gateway.tickets`; empty if none did."""
+    source: str = ""
+    """The replica from which that switch has it take KV, see `gateway.tickets`; empty if from none."""
+    own_address: str = ""
+    """The address of this server at which it came in; empty if that is not known."""
     trace_id: str = ""
     """The id of its trace; empty if it is not traced."""
     address: str = ""
@@ -66,6 +71,8 @@ class Correlation:
             scope["path"],
             {name: given[name] for name in _TRACE_HEADERS if name in given},
             given.get(TICKET_HEADER, ""),
+            given.get(SOURCE_HEADER, ""),
+            _own_address(scope),
             # In one word: a proxy's header may have said anything.
             address=quote(host[:_MAX_ADDRESS_CHARS], safe=":.%"),
         )
@@ -82,6 +89,14 @@ class Correlation:
     def __str__(self) -> str:
         """Returns one short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
+
+
+def _own_address(scope: Scope) -> str:
+    """Returns the address of the socket, whatever the client calls it."""
+    host, port = scope.get("server") or ("", None)
+    if not port:
+        return ""
+    return f"{scope['scheme']}://[{host}]:{port}" if ":" in host else f"{scope['scheme']}://{host}:{port}"
 
 
 IGNORED_HEADER = "x-penstock-ignored"

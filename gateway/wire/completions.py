@@ -249,6 +249,7 @@ class CompletionWriter(ReplyWriter[_ChunkedChoice], ABC):
             **self.beside(answers[0][1]),
             "usage": usage_of(reply),
             "timings": timings_of(reply),
+            **({} if self._head.kv_transfer is None else {"kv_transfer_params": self._head.kv_transfer}),
         }
 
     def beside(self, first: Delta) -> dict[str, object]:  # noqa: ARG002

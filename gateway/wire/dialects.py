@@ -69,7 +69,7 @@ NEUTRAL_HINTS: Mapping[str, object] = {"repeat_last_n": -1, "id_slot": -1}
 
 _WITHOUT_VALUE = (
     *("chat_template", "ec_transfer_params", "grammar_triggers", "guided_whitespace_pattern"),
-    *("kv_transfer_params", "logits_processors", "logprob_token_ids", "lora", "lora_path", "negative_prompt"),
+    *("logits_processors", "logprob_token_ids", "lora", "lora_path", "negative_prompt"),
     *("plugins", "prompt_embeds", "reasoning_budget_message", "repetition_detection", "vllm_xargs"),
 )
 _AT_ZERO = (

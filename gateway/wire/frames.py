@@ -179,6 +179,7 @@ def timings_of(reply: Reply) -> dict[str, object] | None:
         "ttft_ms": _ms(first.first_token_s - first.arrival_s),
         "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
         "cached_tokens": reply.num_cached_tokens,
+        "fetched_tokens": max((t.num_fetched_tokens for t in timings), default=0),
         "prompt_tokens": reply.num_prompt_tokens,
         "promised_ttft_ms": None if promised_s is None else _ms(promised_s),
         "predicted_ttft_ms": None if predicted_s is None else _ms(predicted_s),

@@ -68,6 +68,19 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
+class KvTransfer(TolerantBody):
+    """The KV of a prompt that one server computes and another takes, as vLLM's proxies say it.
+
+    The first request has `do_remote_decode`; its reply has the object that the second one is sent with.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: Annotated[str, Field(max_length=512)] | None = None
+    remote_host: Annotated[str, Field(max_length=256)] | None = None
+    remote_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+
+
 class ModelRequest(StrictBody):
     model: Annotated[str, Field(min_length=1)] = ""
     """The one that is served, if the body gives none."""
@@ -134,6 +147,7 @@ class SamplingFields(TokenChoice, ModelRequest):
     watermark: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     kv_keep: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    kv_transfer_params: KvTransfer | None = None
     return_tokens_as_token_ids: bool | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.

@@ -67,6 +67,8 @@ class Head:
     model: str
     system_fingerprint: str | None = None
     """Equal for servers that make the same texts; None if it is not shown."""
+    kv_transfer: Mapping[str, object] | None = None
+    """Says where another server finds the KV of the prompt; None if nobody asked."""
 
 
 class Reply(Protocol):

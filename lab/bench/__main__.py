@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench import report, runs
+from lab.bench.tiers import measure_tiers, print_tiers
 from penstock.app.arguments import count
+from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.command import add_model_arguments
 from penstock.app.bench.report import print_machine
 from penstock.app.bench.runs import machine, say
@@ -34,6 +36,11 @@ def _routing(options: argparse.Namespace) -> Figures:
     num_sessions = 20_000 if options.quick else 1_000_000
     say(f"choices among 1,000 replicas for {num_sessions:,} sessions")
     return measure_routing(num_sessions=num_sessions)
+
+
+def _tiers(options: argparse.Namespace) -> Figures:
+    folder = ensure_checkpoint(LLAMA_135M)
+    return measure_tiers(folder, "auto", 2_000 if options.quick else 8_000, 1 if options.quick else 3)
 
 
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[Figures], None]]] = {
@@ -62,6 +69,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[F
         report.print_decisions,
     ),
     "routing": ("the choice of a replica", _routing, report.print_routing),
+    "tiers": ("a long prompt's KV, computed and read back, on the 135M shape", _tiers, print_tiers),
 }
 
 

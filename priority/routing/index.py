@@ -12,7 +12,7 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 DEFAULT_MAX_BLOCKS = 4_000_000
 _SHARDS = 256
@@ -83,12 +83,15 @@ class BlockIndex:
         self.num_blocks -= len(shard) - len(kept)
         self.shards[number] = kept
 
-    def match(self, hashes: Sequence[bytes], among: int, most: int) -> list[tuple[int, int]]:
+    def match(
+        self, hashes: Sequence[bytes], among: int, most: int, *, is_there: bool = False
+    ) -> list[tuple[int, int]]:
         """Finds who holds the longest prefixes of a chain.
 
         Args:
             among: bits of the replicas that count.
             most: different lengths to find.
+            is_there: blocks that are only expected do not count.
 
         Returns:
             (number of blocks, bits of the replicas that hold so many and no more), the longest first.
@@ -96,21 +99,29 @@ class BlockIndex:
         places: Sequence[int] = range(len(hashes))
         if self.limit < _SHARDS:
             places = [i for i in places if hashes[i][0] < self.limit]
+        expected = {} if is_there else self._expected
         found: list[tuple[int, int]] = []
         high = len(places)
         while high and among and len(found) < most:
-            high = self._reach(hashes, places, high, among)
+            high = self._reach(hashes, places, high, among, expected)
             if not high:
                 break
             known = hashes[places[high - 1]]
-            holders = (self.shards[known[0]].get(known, 0) | self._expected.get(known, 0)) & among
+            holders = (self.shards[known[0]].get(known, 0) | expected.get(known, 0)) & among
             found.append((places[high - 1] + 1, holders))
             among &= ~holders
         return found
 
-    def _reach(self, hashes: Sequence[bytes], places: Sequence[int], high: int, among: int) -> int:
+    def _reach(
+        self,
+        hashes: Sequence[bytes],
+        places: Sequence[int],
+        high: int,
+        among: int,
+        expected: Mapping[bytes, int],
+    ) -> int:
         """Returns how many of the first `high` places somebody among some holds, by bisection."""
-        shards, expected, low = self.shards, self._expected, 0
+        shards, low = self.shards, 0
         while low < high:
             middle = (low + high + 1) // 2
             known = hashes[places[middle - 1]]

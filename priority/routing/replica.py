@@ -14,7 +14,7 @@ from penstock.priority.lanes import Lane, LanePolicy
 from penstock.priority.outlook import Outlook
 from penstock.priority.pacing import PromptPace, StepPlanner, Streams
 from penstock.priority.room import MOST_AHEAD, Need
-from penstock.priority.routing.state import LaneWork, Load, Snapshot, StateError
+from penstock.priority.routing.state import LaneWork, Load, Role, Snapshot, StateError
 from penstock.priority.steptime import EXPERTS, NAMES, StepTimeModel
 
 _NOMINAL = dict(zip(NAMES, (0.01, 1e-4, 1e-4, 0.0, 0.0), strict=True))
@@ -91,6 +91,10 @@ class Replica:
     @property
     def block_size(self) -> int:
         return self._snapshot.block_size
+
+    @property
+    def role(self) -> Role:
+        return self._snapshot.role
 
     def check_alike(self, snapshot: Snapshot) -> None:
         """Raises StateError if another replica could not take this one's place."""

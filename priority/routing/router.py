@@ -8,6 +8,9 @@ finds them. A hot prefix spreads by itself: once its home is later than a cold p
 elsewhere, and that is a home then, too. If everybody would be late, the request is refused here, with the least
 Retry-After.
 
+A replica that takes KV from others may be chosen together with a source: the one that holds the longest prefix. Its
+forecast is then that of a replica that holds it, and the time that the blocks take at the rate that it measured.
+
 The choice is a function of what was pushed, what was sent, the request and the time: the same calls give the same
 choices. Only a few candidates are forecast: for each of the longest hits, and of the rest, those with the least load.
 """
@@ -25,13 +28,16 @@ from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
 from penstock.priority.routing.order import CLOSE, LoadOrder
 from penstock.priority.routing.replica import LoadReservation, Replica
-from penstock.priority.routing.state import Change, Snapshot, StateError
+from penstock.priority.routing.state import Change, Role, Snapshot, StateError
 from penstock.priority.verdict import Refusal
 
 STALE_S = 1.0
 """The silence after which a replica is passed over."""
 LEASE_S = 10.0
 """The time after its forecast at which a reservation that nobody ended is given up."""
+LONG_PROMPT = 512
+"""A replica for the tokens after the prompt computes up to so many prompt tokens itself: it takes them beside its
+decodes, and sooner than they would come from elsewhere."""
 _SHORT_PROMPT = 64
 _LENGTHS = 3
 """The number of different lengths of hits that are considered."""
@@ -54,6 +60,8 @@ class RouteQuery:
     """The hashes of the prompt's full blocks, by `prefix_index.extend_hashes` with the tenant's salt."""
     waited_s: float = 0.0
     """Seconds since the request came in."""
+    source: str | None = None
+    """The replica that has just computed the prompt, whose KV is to be taken from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,10 @@ class Placement:
     """Seconds to the request's first token."""
     num_cached: int
     """Prompt tokens that the replica is taken to hold."""
+    num_pulled: int = 0
+    """Prompt tokens after those whose KV it is to take from `source`."""
+    source: str | None = None
+    """The replica to take them from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,13 @@ class _Candidate:
     replica: Replica
     num_cached: int
     forecast_s: float
+    num_pulled: int = 0
+    source: Replica | None = None
+
+    @property
+    def num_given(self) -> int:
+        """Prompt tokens that it need not compute."""
+        return self.num_cached + self.num_pulled
 
 
 class OutOfStep(StateError):
@@ -93,6 +112,8 @@ class Router:
         """The replicas that are not suspect, with the oldest last push first."""
         self._usable = 0
         """Bits of the replicas that are fresh and not draining."""
+        self._prefill = 0
+        """Bits of the replicas that are for prompts alone."""
         self._had_cold = 0
         """Bits of the replicas that had a request without a hit in this round."""
         self._num_cold = 0
@@ -119,6 +140,8 @@ class Router:
         replica = Replica(snapshot, slot, now)
         self._slots[slot] = self.replicas[replica.name] = replica
         self.index.add(snapshot.blocks, replica.bit)
+        if replica.role is Role.PREFILL:
+            self._prefill |= replica.bit
         self._note_alive(replica, now)
         self._rank(replica)
 
@@ -153,6 +176,7 @@ class Router:
             self.note_done(ticket)
         self._fresh.pop(name, None)
         self._usable &= ~replica.bit
+        self._prefill &= ~replica.bit
         for order in self._orders.values():
             order.drop(replica.bit)
         self._slots[replica.slot] = None
@@ -170,18 +194,43 @@ class Router:
             A Refusal (to be raised) if there is no replica, or the first token would be later everywhere than its
             lane promises.
         """
-        self._expire(now)
-        usable = self._usable
-        for name in self.replicas.keys() & set(excluded):
-            usable &= ~self.replicas[name].bit
+        usable = self._usable_but(excluded, now)
         if not usable:
             return Refusal("no_replica", "no replica is ready", 0.0)
+        usable = usable & ~self._prefill or usable  # if all are for prompts, they serve the rest as well
         if ask.tried is not None:
             first = replace(ask, lane=ask.tried)
             if not isinstance(found := self._pick(first, usable), Refusal):
                 return self._reserve(first, found, now)
         found = self._pick(ask, usable)
         return found if isinstance(found, Refusal) else self._reserve(ask, found, now)
+
+    def choose_prefill(self, ask: RouteQuery, now: float, excluded: Iterable[str] = ()) -> Placement | None:
+        """Chooses a replica that computes a long prompt for another one, and reserves its place there.
+
+        Returns:
+            None if the replica that serves the request is to compute the prompt itself: little of it is new there,
+            there is no replica for prompts alone, or none of them would be in time.
+        """
+        usable = self._usable_but(excluded, now)
+        first, then = usable & self._prefill, usable & ~self._prefill
+        if not first or not then:
+            return None
+        if ask.tried is not None:
+            ask = replace(ask, lane=ask.tried)
+        itself = self._pick(ask, then)
+        if isinstance(itself, _Candidate) and ask.num_prompt - itself.num_given <= LONG_PROMPT:
+            return None
+        found = self._pick(ask, first)
+        return None if isinstance(found, Refusal) else self._reserve(ask, found, now)
+
+    def _usable_but(self, excluded: Iterable[str], now: float) -> int:
+        """Bits of the replicas that may be chosen."""
+        self._expire(now)
+        usable = self._usable
+        for name in self.replicas.keys() & set(excluded):
+            usable &= ~self.replicas[name].bit
+        return usable
 
     def note_done(self, ticket: int) -> None:
         """Ends the reservation of a request that ended, was refused or failed; it may be called late, or twice."""
@@ -222,15 +271,40 @@ class Router:
         return min(close, key=lambda one: (one.replica.last_cold, one.replica.slot))
 
     def _margin_s(self, ask: RouteQuery, one: _Candidate) -> float:
-        work = one.replica.work(ask.num_prompt - one.num_cached, ask.num_prompt)
+        work = one.replica.work(ask.num_prompt - one.num_given, ask.num_prompt)
         return one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, work, ask.ttft_s)
 
     def _candidates(self, ask: RouteQuery, usable: int) -> list[_Candidate]:
-        candidates = []
+        candidates, others = [], usable
         for num_blocks, holders in self.index.match(ask.hashes, usable, _LENGTHS):
-            usable &= ~holders
+            others &= ~holders
             candidates += self._least(ask, holders, num_blocks)
-        return candidates + self._least(ask, usable, 0)
+        return self._with_sources(ask, candidates + self._least(ask, others, 0), usable)
+
+    def _with_sources(self, ask: RouteQuery, candidates: list[_Candidate], usable: int) -> list[_Candidate]:
+        """Lets candidates that take KV from others take it from the one that holds most, where that is sooner."""
+        if not any(one.replica.load.pull_rate for one in candidates):
+            return candidates
+        told = self.replicas.get(ask.source or "")
+        if told is not None and told.bit & self._usable:
+            return [self._with_source(ask, one, told, ask.num_prompt - 1) for one in candidates]
+        for num_blocks, holders in self.index.match(ask.hashes, usable, 1, is_there=True):
+            source = self._slots[next(self._orders[ask.lane].least(holders, 0))]
+            assert source is not None
+            num_held = min(num_blocks * source.block_size, ask.num_prompt - 1)
+            return [self._with_source(ask, one, source, num_held) for one in candidates]
+        return candidates
+
+    def _with_source(self, ask: RouteQuery, one: _Candidate, source: Replica, num_held: int) -> _Candidate:
+        rate, num_pulled = one.replica.load.pull_rate, num_held - one.num_cached
+        if rate <= 0 or num_pulled <= 0:
+            return one
+        forecast_s = one.replica.forecast_s(ask.lane, ask.tenant, ask.num_prompt - num_held, ask.num_prompt)
+        forecast_s += num_pulled / rate
+        # A source has work with it, too: for next to no gain, nobody is asked.
+        if source.name != ask.source and CLOSE * forecast_s >= one.forecast_s:
+            return one
+        return _Candidate(one.replica, one.num_cached, forecast_s, num_pulled, source)
 
     def _least(self, ask: RouteQuery, among: int, num_blocks: int) -> list[_Candidate]:
         """Returns the few replicas with the least load among some that all hold the same number of blocks."""
@@ -251,17 +325,22 @@ class Router:
         self._num_tickets += 1
         ticket = self._num_tickets
         expected = ask.hashes[found.num_cached // replica.block_size :]
-        work = int(replica.work(ask.num_prompt - found.num_cached, ask.num_prompt))
+        work = int(replica.work(ask.num_prompt - found.num_given, ask.num_prompt))
         reservation = LoadReservation(replica, ask.lane, ask.tenant, work, expected)
         self._tickets[ticket] = reservation
         heappush(self._leases, (now + found.forecast_s + LEASE_S, ticket))
         self.index.expect(expected, replica.bit)
         replica.reserve(ticket, reservation)
-        if not found.num_cached:
+        if not found.num_given:
             self._note_cold(replica)
         self._rank(replica)
         return Placement(
-            replica=replica.name, ticket=ticket, forecast_s=found.forecast_s, num_cached=found.num_cached
+            replica=replica.name,
+            ticket=ticket,
+            forecast_s=found.forecast_s,
+            num_cached=found.num_cached,
+            num_pulled=found.num_pulled,
+            source=None if found.source is None else found.source.name,
         )
 
     def _note_cold(self, replica: Replica) -> None:

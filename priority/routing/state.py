@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from functools import cache, partial
 from math import inf
 from typing import Annotated, Any, get_args, get_type_hints
@@ -32,6 +33,16 @@ _MOST = 2**53
 Coefficients = tuple[float, ...]
 PositiveInt = Annotated[int, "at least 1"]
 _Unbounded = Annotated[float, "or infinite"]
+
+
+class Role(StrEnum):
+    """The part of a request that a replica is for, while there are others for the rest."""
+
+    PREFILL = "prefill"
+    """It computes long prompts, whose KV others take from it."""
+    DECODE = "decode"
+    """It computes the tokens after them, and short prompts."""
+    BOTH = "both"
 
 
 class StateError(ValueError):
@@ -76,6 +87,8 @@ class Load:
     """Seconds that a step takes in addition to the coefficients if its tokens choose every expert."""
     chosen_share: float = 0.0
     """The share of a layer's experts that each token chooses; 0 if the model has none."""
+    pull_rate: float = 0.0
+    """The tokens a second whose KV it takes from another replica, as measured; 0 if it takes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +108,7 @@ class Snapshot:
     policies: Mapping[Lane, LanePolicy]
     """Every lane; one that a message does not name is promised nothing."""
     load: Load
+    role: Role = Role.BOTH
     blocks: Sequence[bytes] = ()
     """Hashes of the resident blocks."""
 
@@ -249,6 +263,7 @@ _READERS: dict[Any, _Read] = {
         lambda value: inf if value is None else value,
     ),
     bool: _checked(lambda value: isinstance(value, bool), "true or false"),
+    Role: _checked(lambda value: value in [*Role], f"one of {', '.join(Role)}", Role),
     str: _checked(lambda value: _is_name(value) and value, f"a text of 1 to {MAX_NAME} characters"),
     Mapping[str, int]: _checked(
         _are_tenants,

@@ -6,6 +6,10 @@ one, once.
 
 Disaggregated, some replicas compute prompts and the others the tokens after the first. The KV of a prompt goes from
 one to the other over the sender's link, one after another; the stream waits for it after its first token.
+
+Replicas may have a tier, which takes the blocks that they evict, and may take blocks from one another where the router
+says so. A request whose KV comes from there waits for it before it enters the queue, and nothing is read that would be
+computed sooner.
 """
 
 from __future__ import annotations
@@ -19,12 +23,21 @@ from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.prefix_events import Dropped, PrefixLog, Stored
 from penstock.engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.step import num_attended
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
-from penstock.priority.routing.router import LeastRouter, RandomRouter, RoundRobinRouter, RouteQuery, Router
+from penstock.priority.routing.router import (
+    LeastRouter,
+    Placement,
+    RandomRouter,
+    RoundRobinRouter,
+    RouteQuery,
+    Router,
+)
 from penstock.priority.routing.state import Change, Load, Snapshot
 from penstock.priority.simulator.result import BLOCK_SIZE, Result, Served, request_of, urgency_of
 from penstock.priority.simulator.run import Machine, SimulatedServer, Tally, make_queue
+from penstock.priority.simulator.tier import SimulatedTier
 from penstock.priority.simulator.trace import BLOCK_TOKENS, Arrival
 from penstock.priority.verdict import Refusal
 
@@ -47,9 +60,18 @@ class Wires:
     """The rate of a replica's link, for KV, in gigabits per second."""
     kv_bytes: int = 131_072
     """The bytes of a token's KV, here of 32 layers of 8 heads of 128 in 16 bits."""
+    pulls: bool = False
+    """Replicas take KV from one another over these links."""
+    tier_tokens: int = 0
+    """The tokens whose KV a replica's tier has room for."""
+    tier_gbps: float = 160.0
+    """The rate at which a replica reads its tier, in gigabits per second."""
 
     def transfer_s(self, num_tokens: int) -> float:
         return num_tokens * self.kv_bytes * 8 / (self.transfer_gbps * 1e9)
+
+    def read_s(self, num_tokens: int) -> float:
+        return num_tokens * self.kv_bytes * 8 / (self.tier_gbps * 1e9)
 
 
 def simulate_cluster(
@@ -126,6 +148,16 @@ class _Site:
     result: Result
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request on its way to a replica."""
+
+    served: Served
+    request: Request
+    hashes: list[bytes]
+    """Of all full blocks of its prompt."""
+
+
 class _Pool:
     """Equal replicas behind one router."""
 
@@ -142,7 +174,7 @@ class _Pool:
         self.router = router
         self.by_step = by_step
         self.on_end: Callable[[_Replica, str, Served], None] = lambda *_: None
-        self._adopts = adopts
+        self.adopts = adopts
         self._replicas = {}
         for name in (f"replica-{number}" for number in range(num_replicas)):
             self._replicas[name] = _Replica(name, self)
@@ -154,26 +186,60 @@ class _Pool:
         Raises:
             Refusal: nobody takes it.
         """
+        self._place(_Sent(served, request, hashes), now, {})
+
+    def _place(self, sent: _Sent, now: float, refusals: dict[str, Refusal]) -> None:
+        """Raises Refusal."""
+        served = sent.served
         urgency = urgency_of(served.arrival)
         ask = RouteQuery(
             lane=urgency.lane,
             tried=urgency.tried,
             tenant=served.arrival.tenant,
             num_prompt=served.arrival.num_prompt,
-            hashes=hashes,
+            hashes=sent.hashes,
+            waited_s=max(0.0, now - served.arrival.at_s),
         )
-        refusals: dict[str, Refusal] = {}
         while len(refusals) < 2:
             found = self.router.choose(ask, now, refusals)
             if isinstance(found, Refusal):
                 raise [found, *refusals.values()][-1]
+            source = None if found.source is None else self._replicas[found.source]
+            there_s, num_there = self._replicas[found.replica].fetch(sent, source, now)
+            if there_s > now:
+                self._place_later(sent, found, there_s, num_there, refusals)
+                return
             try:
-                self._replicas[found.replica].offer(served, request, hashes, found.ticket, now, self._adopts)
+                self._offer(sent, found, now, num_there)
                 return
             except Refusal as refusal:
-                self.router.note_done(found.ticket)
                 refusals[found.replica] = refusal
         raise refusals.popitem()[1]
+
+    def _place_later(
+        self, sent: _Sent, found: Placement, there_s: float, num_there: int, refusals: dict[str, Refusal]
+    ) -> None:
+        """Offers a request when the KV of its first tokens has come; if it is refused, it may go elsewhere."""
+
+        def offer() -> None:
+            try:
+                try:
+                    self._offer(sent, found, there_s, num_there)
+                except Refusal as refusal:
+                    self._place(sent, there_s, refusals | {found.replica: refusal})
+            except Refusal as refusal:
+                sent.served.refuse(refusal)
+                self.on_end(self._replicas[found.replica], sent.request.request_id, sent.served)
+
+        self.site.clock.at(there_s, offer)
+
+    def _offer(self, sent: _Sent, found: Placement, now: float, num_there: int) -> None:
+        """Raises Refusal."""
+        try:
+            self._replicas[found.replica].offer(sent, found.ticket, now, num_there)
+        except Refusal:
+            self.router.note_done(found.ticket)
+            raise
 
 
 class _Replica:
@@ -187,6 +253,11 @@ class _Replica:
         self._pool = pool
         self._clock = site.clock
         self._log = PrefixLog()
+        self._tier = SimulatedTier(0 if pool.adopts else site.wires.tier_tokens // BLOCK_SIZE)
+        self._read_s = 0.0
+        """The time at which its tier has been read."""
+        self._changed: dict[bytes, bool] = {}
+        """Whether blocks that came or went since the last push are on the device or in the tier."""
         self._queue = make_queue("penstock", site.machine, site.lanes, {})
         assert isinstance(self._queue, LaneQueue)
         self._server = SimulatedServer(
@@ -214,18 +285,68 @@ class _Replica:
             load=self._load(),
         )
 
-    def offer(
-        self, served: Served, request: Request, hashes: list[bytes], ticket: int, now: float, adopts: bool
-    ) -> None:
-        """Raises Refusal."""
-        server, num_prompt = self._server, served.arrival.num_prompt
+    def fetch(self, sent: _Sent, source: _Replica | None, now: float) -> tuple[float, int]:
+        """Begins to read the KV of a prompt's first tokens from the tier, and what is behind them from another replica.
+
+        Returns:
+            The time at which it has come, and the number of tokens whose KV is there then. If nothing is read that is
+            now, and the tokens whose KV comes along with the request.
+        """
+        if self._pool.adopts:
+            return now, len(sent.request.prompt_token_ids)
+        wires, there_s = self._pool.site.wires, now
+        num_held = self.num_on_device(sent, now)
+        num_read = self.num_held(sent, now) - num_held
+        if num_read and self._is_sooner(
+            max(now, self._read_s) + wires.read_s(num_read) - now, num_held, num_read
+        ):
+            there_s = self._read_s = max(now, self._read_s) + wires.read_s(num_read)
+            for known in sent.hashes[num_held // BLOCK_SIZE : (num_held + num_read) // BLOCK_SIZE]:
+                self._tier.touch(known)
+            num_held += num_read
+            self._pool.site.result.num_read += num_read
+        num_pulled = 0 if source is None else source.num_held(sent, now) - num_held
+        if source is not None and num_pulled > 0:
+            source.link_free_s = max(now, source.link_free_s) + wires.transfer_s(num_pulled)
+            there_s = max(there_s, source.link_free_s)
+            num_held += num_pulled
+            self._pool.site.result.num_pulled += num_pulled
+        return (there_s, num_held) if there_s > now else (now, 0)
+
+    def _is_sooner(self, seconds: float, num_before: int, num_tokens: int) -> bool:
+        """Whether so many seconds are less than a step needs for these tokens of a prompt."""
+        attended = num_attended(num_before, num_before + num_tokens)
+        model = self._server.model
+        return seconds < model.seconds(num_tokens, 0, 0, attended) - model.seconds(0, 0, 0)
+
+    def num_on_device(self, sent: _Sent, now: float) -> int:
+        """Returns how many of a prompt's first tokens have their KV on the device, the last one never included."""
+        self._server.advance(now)
+        most = (sent.served.arrival.num_prompt - 1) // BLOCK_SIZE
+        return len(self._server.memory.index.blocks_of(sent.hashes[:most])) * BLOCK_SIZE
+
+    def num_held(self, sent: _Sent, now: float) -> int:
+        """Returns how many of them have it on the device or in the tier."""
+        number = self.num_on_device(sent, now) // BLOCK_SIZE
+        self._note_changes()
+        most = (sent.served.arrival.num_prompt - 1) // BLOCK_SIZE
+        while number < most and self._holds(sent.hashes[number]):
+            number += 1
+        return number * BLOCK_SIZE
+
+    def _holds(self, known: bytes) -> bool:
+        return known in self._tier or self._server.memory.index.block_of(known) is not None
+
+    def offer(self, sent: _Sent, ticket: int, now: float, num_there: int) -> None:
+        """The request comes, and with it the KV of so many of its tokens; raises Refusal."""
+        server, served, num_prompt = self._server, sent.served, sent.served.arrival.num_prompt
         server.advance(now)
-        if adopts:
-            _adopt(server, request)
-        request = replace(request, block_hashes=tuple(hashes[: (num_prompt - 1) // BLOCK_SIZE]))
+        if num_there:
+            _adopt(server, sent.request, num_there)
+        request = replace(sent.request, block_hashes=tuple(sent.hashes[: (num_prompt - 1) // BLOCK_SIZE]))
         self._tickets[request.request_id] = ticket
         try:
-            server.offer(served, request)
+            server.offer(served, request, at_s=now)
         except Refusal:
             del self._tickets[request.request_id]
             raise
@@ -259,13 +380,31 @@ class _Replica:
         self._push_s = inf
         server, clock, wires = self._server, self._clock, self._pool.site.wires
         server.advance(clock.now)
-        stored, removed = _changes(self._log)
+        stored, removed = self._take_changes()
         if server.open or self._counted or self._over or stored or removed:
             # The server's clock stands at the end of a step.
             pushed_s = max(server.now, clock.now)
             self._tell(stored, removed, pushed_s + wires.push_delay_s)
             calm = _CALM if server.is_calm else 1
             self._push_at(max(pushed_s, clock.now + calm * wires.push_every_s))
+
+    def _note_changes(self) -> None:
+        """Lets the tier take what was evicted."""
+        index = self._server.memory.index
+        for event in self._log.drain():
+            if isinstance(event, Stored):
+                self._changed[event.hash] = True
+            elif isinstance(event, Dropped):
+                gone = self._tier.put(event.hash)
+                if gone is not None and index.block_of(gone) is None:
+                    self._changed[gone] = False
+
+    def _take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Returns the blocks that came and that went; one that did both is in that which it did last."""
+        self._note_changes()
+        changed, self._changed = self._changed, {}
+        stored = [known for known, is_there in changed.items() if is_there]
+        return stored, [known for known, is_there in changed.items() if not is_there]
 
     def _tell(self, stored: list[bytes], removed: list[bytes], at_s: float) -> None:
         """Sends the router a change that it has at that time."""
@@ -289,8 +428,9 @@ class _Replica:
 
     def _load(self) -> Load:
         assert isinstance(self._queue, LaneQueue)
-        num_free = self._server.memory.pool.num_free
-        return self._queue.load(self._server.now, num_free_kv=num_free * BLOCK_SIZE)
+        num_free, wires = self._server.memory.pool.num_free, self._pool.site.wires
+        load = self._queue.load(self._server.now, num_free_kv=num_free * BLOCK_SIZE)
+        return replace(load, pull_rate=1 / wires.transfer_s(1)) if wires.pulls else load
 
 
 class _Disaggregated:
@@ -392,23 +532,15 @@ def _hashed(parent: bytes, block: int) -> list[bytes]:
     return hashes
 
 
-def _changes(log: PrefixLog) -> tuple[list[bytes], list[bytes]]:
-    """Hashes of the blocks that came and that went; one that did both is in that which it did last."""
-    resident: dict[bytes, bool] = {}
-    for event in log.drain():
-        if isinstance(event, Stored | Dropped):
-            resident[event.hash] = isinstance(event, Stored)
-    return [h for h, is_there in resident.items() if is_there], [
-        h for h, is_there in resident.items() if not is_there
-    ]
-
-
-def _adopt(server: SimulatedServer, request: Request) -> None:
-    """Makes the KV of a prompt resident that was computed elsewhere, as far as there is room for it."""
-    memory, sequence = server.memory, Sequence(request)
+def _adopt(server: SimulatedServer, request: Request, num_tokens: int) -> None:
+    """Makes the KV of a prompt's first tokens resident, which comes from elsewhere, if there is room for it."""
+    memory, sequence = (
+        server.memory,
+        Sequence(replace(request, prompt_token_ids=request.prompt_token_ids[:num_tokens])),
+    )
     if memory.num_free_needed(sequence) <= memory.pool.num_free:
         memory.start(sequence)
-        memory.commit(sequence, len(request.prompt_token_ids))
+        memory.commit(sequence, num_tokens)
         memory.release(sequence)
 
 

@@ -68,6 +68,10 @@ class Result:
     """Over all machines."""
     charged: dict[str, int] = field(default_factory=dict)
     """By tenant, as the queues have it: 2048ths of a prompt token. Not of `fcfs` and `strict`."""
+    num_read: int = 0
+    """Tokens whose KV came back from a tier."""
+    num_pulled: int = 0
+    """Tokens whose KV came from another replica, in place of being computed."""
 
 
 def urgency_of(arrival: Arrival) -> Urgency:

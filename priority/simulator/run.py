@@ -180,8 +180,13 @@ class SimulatedServer(TokenSink):
         self.num_prompt_open = 0
         """Prompt tokens let in whose request has no first token yet."""
 
-    def offer(self, served: Served, request: Request, *, insists: bool = False) -> None:
+    def offer(
+        self, served: Served, request: Request, *, insists: bool = False, at_s: float | None = None
+    ) -> None:
         """A request comes; the clock stands at the end of the step in which it came, or at its time.
+
+        Args:
+            at_s: the time at which it comes, if that is later than its arrival in the trace.
 
         Raises:
             Refusal: it is not let in.
@@ -190,16 +195,17 @@ class SimulatedServer(TokenSink):
         if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.memory.max_tokens):
             raise Refusal("too_long", "more tokens than the machine holds", 0.0)
         # On the server the event loop decides when it comes, not when the step has ended.
+        at_s = arrival.at_s if at_s is None else at_s
         forecast = None
         if not isinstance(self.queue, LaneQueue):
-            self.queue.put(request, arrival.at_s)
+            self.queue.put(request, at_s)
         elif insists:
-            self.queue.readmit(request, arrival.at_s)
+            self.queue.readmit(request, at_s)
         else:
             cached = self.memory.find_cached(request.block_hashes)
-            [request], forecast = self.queue.put_all([request], arrival.at_s, [cached])
+            [request], forecast = self.queue.put_all([request], at_s, [cached])
             served.lane = Lane(request.lane)
-        served.predicted_s = forecast.seconds if forecast else None
+        served.predicted_s = at_s - arrival.at_s + forecast.seconds if forecast else None
         served.promised_s = forecast.allowed_s if forecast else inf
         self.open[request.request_id] = served
         self.num_prompt_open += arrival.num_prompt

@@ -74,6 +74,10 @@ class Summary:
     """The prompts of served requests included."""
     hit_rate: float | None
     """The share of served requests' prompt tokens that were found in the prefix cache."""
+    read_share: float | None
+    """The share of all prompt tokens whose KV came back from a tier."""
+    pulled_share: float | None
+    """The share of all prompt tokens whose KV came from another replica, in place of being computed."""
     busy_share: float
     """Part of the machines' time that was spent in steps."""
     num_steps: int
@@ -105,6 +109,7 @@ def summarise(
     tenants = {tenant: figures(some, lanes, of_promised=True) for tenant, some in sorted(by_tenant.items())}
     num_output = sum(one.num_tokens for one in served)
     num_prompt = sum(one.arrival.num_prompt for one in served if one.first_token_s is not None)
+    num_offered = sum(one.arrival.num_prompt for one in served)
     return Summary(
         policy=result.policy,
         span_s=span_s,
@@ -115,6 +120,8 @@ def summarise(
         output_tokens_per_s=num_output / duration_s,
         tokens_per_s=(num_output + num_prompt) / duration_s,
         hit_rate=ratio(sum(one.num_cached for one in served if one.first_token_s is not None), num_prompt),
+        read_share=ratio(result.num_read, num_offered),
+        pulled_share=ratio(result.num_pulled, num_offered),
         busy_share=result.busy_s / duration_s / num_machines,
         num_steps=result.num_steps,
         num_preemptions=result.num_preemptions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from penstock.app.simulate import command
 from penstock.app.simulate.plots import SIZE
 from penstock.app.simulate.replicas import DEFAULT_ROUTERS, Fleet
+from penstock.app.simulate.splits import search
 from penstock.priority.simulator.cluster import Wires
 from tests.app.test_simulate import GOOD_LINE, Simulate, parse, penstock, png_size, refusal
 
@@ -56,13 +58,51 @@ def test_a_trace_keeps_its_pace_unless_another_is_asked_for(penstock: Simulate, 
     assert spans == pytest.approx([9.0, 9.0, 1.0, 1.0])  # 5/s for each of two: a gap of 100 ms
 
 
+def test_splits_are_listed_best_first_with_the_roles_to_run(
+    penstock: Simulate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "f.json"
+    small = ("--replicas", "3", "--rate", "3", "--duration", "10", "--scale", "0.2")
+    assert penstock(*small, "--splits", "--pull", "--tier-tokens", "9000", "--json", path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 110
+    cells = json.loads(path.read_text())["replicas"]
+    assert sorted(cell["num_prefill"] or 0 for cell in cells) == [0, 1, 2]
+    kept = [cell["summary"]["total"]["attainment"] for cell in cells]
+    assert kept == sorted(kept, reverse=True)
+    best = cells[0]["num_prefill"]
+    roles = (
+        f"{best} with --role prefill, {3 - best} with --role decode"
+        if best
+        else "all of them with --role both"
+    )
+    assert lines[-1] == f"Best of those tried for 3 replicas: {roles}."
+
+
+def test_the_search_of_a_split_narrows_around_the_best() -> None:
+    tried: list[int] = []
+
+    def run(number: int) -> Any:
+        tried.append(number)
+        total = SimpleNamespace(attainment=1 - abs(number - 27) / 64, ttft_s=SimpleNamespace(p50=1.0))
+        return SimpleNamespace(num_prefill=number, summary=SimpleNamespace(total=total, goodput=1.0))
+
+    found = search(run, 64)
+    assert [cell.num_prefill for cell in found] == tried
+    assert len(tried) == len(set(tried)) < 16
+    assert 27 in tried
+    assert min(tried) > 0
+    assert max(tried) < 64
+
+
 def test_the_wires_and_numbers_of_a_fleet() -> None:
-    given = ("--push-ms", "20", "--transfer-gbps", "50", "--prefill-replicas", "2", "--router", "least")
+    given = ["--push-ms", "20", "--transfer-gbps", "50", "--prefill-replicas", "2", "--router", "least"]
+    given += ["--tier-tokens", "900", "--tier-gbps", "40", "--pull"]
     assert command._fleet(parse("--replicas", "1000,1", *given)) == Fleet(
         numbers=[1, 1000],
         routers=["least"],
         num_prefill=2,
-        wires=Wires(push_delay_s=0.02, transfer_gbps=50.0),
+        wires=Wires(push_delay_s=0.02, transfer_gbps=50.0, pulls=True, tier_tokens=900, tier_gbps=40.0),
     )
     plain = Fleet(numbers=[2], routers=DEFAULT_ROUTERS, num_prefill=None, wires=Wires())
     assert command._fleet(parse("--replicas", "2")) == plain
@@ -111,6 +151,11 @@ def test_a_single_replica_is_not_divided_although_it_cannot_be() -> None:
         (["--push-ms", "20"], "--push-ms only goes with --replicas"),
         (["--transfer-gbps", "20"], "--transfer-gbps only goes with --replicas"),
         (["--prefill-replicas", "1"], "--prefill-replicas only goes with --replicas"),
+        (["--splits"], "--splits only goes with --replicas"),
+        (["--replicas", "1,4", "--splits"], "--splits needs at least 2 --replicas"),
+        (["--replicas", "4", "--splits", "--router", "least"], "--router does not go with --splits"),
+        (["--replicas", "2", "--tier-tokens", "0"], "--tier-tokens: must be at least 1"),
+        (["--pull"], "--pull only goes with --replicas"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -19,6 +19,7 @@ from penstock.app.cli import main
         ("status --port 1", "unknown argument --port"),
         ("deploy --port x", "--port: "),
         ("deploy --replica a", "--replica: replicas cannot have it in common"),
+        ("deploy --role decode", "--role: replicas cannot have it in common"),
         ("deploy --metrics-port 9", "--metrics-port: replicas cannot have it in common"),
         ("deploy --log-level error", "--log-level: must be info or debug"),
     ],

@@ -38,7 +38,10 @@ pytestmark = pytest.mark.anyio
 
 NAMES = ("r0", "r1")
 ALL = [(path, method) for path, operations in OPERATIONS.items() for method in operations]
-NAMED_ALIKE = ("/v1/models/{name}", "/v2/models/{name}", "/v2/models/{name}/ready", "/static/{path}")
+NAMED_ALIKE = (
+    *("/v1/models/{name}", "/v2/models/{name}", "/v2/models/{name}/ready", "/static/{path}"),
+    "/internal/kv/{digest}/{keys}",
+)
 """Paths whose parameter names what every replica has: only these may be without an owner."""
 ONCE_OR_PROMPT = Passing.ONCE | Passing.BY_PROMPT
 RECORDED = [
@@ -269,6 +272,7 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/api/create",
             "/api/copy",
             "/apply-template",
+            "/internal/prefill",
         ),
     }
 

@@ -580,7 +580,8 @@ async def read_in_both(
     asks, kind = QueryReader(Prompts(tokenizer), 16, Limits(), pooling), OPERATIONS[path]["POST"].body
     assert kind is not None
     slo = slo_of(headers)
-    return await asks.read(kind, body, 1, Tenant(name="default"), slo, DEFAULT_POLICIES), requests
+    read = await asks.read(kind, body, 1, Tenant(name="default"), slo, DEFAULT_POLICIES)
+    return read.query, requests
 
 
 async def test_nothing_is_found_in_a_cache_where_all_of_a_prompt_is_wanted() -> None:

@@ -96,6 +96,9 @@ class FakeEngine:
     def wake(self) -> None:
         self.on_wake()
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """There are no tiers."""
+
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 

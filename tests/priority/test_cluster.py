@@ -28,13 +28,19 @@ SLOW = replace(MACHINE, coefficients={name: 4 * c for name, c in MACHINE.coeffic
     router=st.sampled_from(ROUTERS),
     num_replicas=st.integers(2, 4),
     push_delay_s=st.sampled_from([0.0, 0.02, 1.0]),
+    pulls=st.booleans(),
+    tier_tokens=st.sampled_from([0, 512, 100_000]),
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_every_request_gets_all_its_tokens_or_a_reason(
-    trace: list[Arrival], router: str, num_replicas: int, push_delay_s: float
+    trace: list[Arrival], router: str, num_replicas: int, push_delay_s: float, pulls: bool, tier_tokens: int
 ) -> None:
-    wires = Wires(push_delay_s=push_delay_s, transfer_gbps=10.0)
+    wires = Wires(
+        push_delay_s=push_delay_s, transfer_gbps=100.0, pulls=pulls, tier_tokens=tier_tokens, tier_gbps=200.0
+    )
     result = simulate_cluster(trace, SMALL, router, num_replicas, wires=wires)
+    assert pulls or not result.num_pulled
+    assert tier_tokens or not result.num_read
     assert [served.arrival for served in result.served] == trace
     for served in result.served:
         if served.refused is not None:
@@ -114,3 +120,56 @@ def test_apart_prompts_do_not_hold_up_running_streams() -> None:
     apart = simulate_cluster([stream, *prompts], SLOW, "disaggregated", 2)
     together = simulate_cluster([stream, *prompts], SLOW, "least", 1)
     assert apart.served[0].longest_gap_s < 0.04 < together.served[0].longest_gap_s
+
+
+def conversation(first: int, at_s: float, num_turns: int = 1) -> list[Arrival]:
+    """Turns of one conversation, each 2,048 tokens longer than the one before and a second later."""
+    return [
+        Arrival(
+            at_s + i, 2_048 * (i + 1), 4, Lane.STANDARD, hash_ids=tuple(range(first, first + 4 * (i + 1)))
+        )
+        for i in range(num_turns)
+    ]
+
+
+def test_a_tier_gives_back_what_the_device_evicted() -> None:
+    """Each of two conversations fills the KV; the second turn of the first comes when the other has evicted it."""
+    machine = replace(SLOW, num_kv_tokens=4_500)
+    trace = [*conversation(0, 0.0), *conversation(100, 1.0, 2), *conversation(0, 4.0, 2)[1:]]
+    plain, tiered, slow = (
+        simulate_cluster(trace, machine, "prefix", 1, wires=Wires(**given))
+        for given in ({}, {"tier_tokens": 50_000}, {"tier_tokens": 50_000, "tier_gbps": 0.1})
+    )
+    assert plain.num_read == 0
+    num_left = plain.served[-1].num_cached
+    assert num_left < 1_000
+    assert tiered.served[-1].num_cached == 2_048
+    assert tiered.num_read == 2_048 - num_left
+    assert slow.num_read == 0  # it is sooner computed than read
+    ttft_s = [result.served[-1].ttft_s for result in (plain, tiered)]
+    read_s = Wires().read_s(2_048)
+    assert ttft_s[0] is not None
+    assert ttft_s[1] is not None
+    assert read_s < ttft_s[1] < 0.7 * ttft_s[0]
+
+
+def test_a_tier_forgets_what_was_used_longest_ago() -> None:
+    machine = replace(SLOW, num_kv_tokens=4_500)
+    others = [one for i in range(4) for one in conversation(100 * (i + 1), 1.0 + 3 * i, 2)]
+    trace = [*conversation(0, 0.0), *others, *conversation(0, 15.0, 2)[1:]]
+    small, large = (
+        simulate_cluster(trace, machine, "prefix", 1, wires=Wires(tier_tokens=tokens)).num_read
+        for tokens in (2_048, 50_000)
+    )
+    assert small == 0 < large
+
+
+def test_a_prefix_is_taken_from_its_busy_home() -> None:
+    """While its home computes a long prompt, the next turn begins elsewhere with the KV from there."""
+    long = Arrival(2.0, 25_000, 2, Lane.STANDARD, hash_ids=(*range(4), 99))
+    trace = [*conversation(0, 0.0), long, *conversation(0, 1.1, 2)[1:]]
+    alone, pulled = (
+        simulate_cluster(trace, SLOW, "prefix", 2, wires=Wires(pulls=on)) for on in (False, True)
+    )
+    assert alone.num_pulled == 0
+    assert pulled.num_pulled == pulled.served[-1].num_cached == 2_048

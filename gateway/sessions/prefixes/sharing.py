@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.prefix_index import block_hash, chain_start, prompt_hashes
-from penstock.engine.planning.request import Output, Request
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.errors import invalid
-from penstock.gateway.http.connections import Timeouts
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
-from penstock.gateway.reply.generation import Generation
+from penstock.gateway.reply.prompt_only import PromptOnly
 from penstock.gateway.sessions.prefixes.tracker import PrefixTracker
 from penstock.gateway.store.interface import Durable, PrefixChange, StoreUnavailable
 from penstock.priority.lanes import Lane
@@ -122,37 +118,11 @@ def parse_token_ids(text: str, field: str = "tokens") -> list[int]:
 # Computed again after a restart, for their KV alone, while nobody needs the engine
 
 
-class Warming(Generation):
-    """A Warming computes one prompt once; its only output token is thrown away."""
+class Warming(PromptOnly):
+    """A prompt that was hot before a restart."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes, now: float) -> None:
-        request = Request(
-            request_id=f"warm-up-{secrets.token_hex(8)}",
-            prompt_token_ids=tuple(token_ids),
-            sampling=SamplingParams(temperature=0.0, max_tokens=1),
-            arrival_s=now,
-            lane=Lane.BATCH,
-            tenant=TENANT,
-            salt=salt,
-        )
-        super().__init__([request])
-        self._over = asyncio.Event()
-
-    async def over(self) -> None:
-        """Returns when it has ended; raises its exception if it failed."""
-        await self._over.wait()
-        if self.error is not None:
-            raise self.error
-
-    def receive(self, output: Output) -> None:  # noqa: ARG002
-        if self.ended:
-            self._over.set()
-
-    def wake(self) -> None:
-        self._over.set()
-
-    def look_after(self, now: float, timeouts: Timeouts) -> None:
-        """Does nothing, for nobody waits for it."""
+        super().__init__(token_ids, salt, now, lane=Lane.BATCH, tenant=TENANT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.room import Held
 from penstock.priority.routing.router import RouteQuery
-from penstock.priority.routing.state import Change, LaneWork, Load, Snapshot
+from penstock.priority.routing.state import Change, LaneWork, Load, Role, Snapshot
 from tests.priority.simulated_engine import COEFFICIENTS
 
 BLOCK_SIZE = 16
@@ -29,6 +29,7 @@ def load(
     num_running: int = 0,
     coefficients: tuple[float, ...] = MEASURED,
     is_draining: bool = False,
+    pull_rate: float = 0.0,
 ) -> Load:
     """`queued` tokens of tenant a wait in the interactive lane, unless all lanes are given."""
     interactive = LaneWork(queued={"a": queued} if queued else {}, num_waiting=int(queued > 0))
@@ -43,6 +44,7 @@ def load(
             life_steps=2_000.0,
         ),
         is_draining=is_draining,
+        pull_rate=pull_rate,
     )
 
 
@@ -53,6 +55,7 @@ def snapshot(
     blocks: Sequence[bytes] = (),
     model: str = "demo",
     policies: Mapping[Lane, LanePolicy] = DEFAULT_POLICIES,
+    role: Role = Role.BOTH,
 ) -> Snapshot:
     return Snapshot(
         replica=name,
@@ -65,6 +68,7 @@ def snapshot(
         policies=policies,
         load=state or load(),
         blocks=blocks,
+        role=role,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.priority.lanes import Lane
-from penstock.priority.routing.router import LEASE_S, STALE_S, OutOfStep, Placement, RouteQuery, Router
-from penstock.priority.routing.state import Change, LaneWork, Load, StateError
+from penstock.priority.routing.router import (
+    LEASE_S,
+    LONG_PROMPT,
+    STALE_S,
+    OutOfStep,
+    Placement,
+    RouteQuery,
+    Router,
+)
+from penstock.priority.routing.state import Change, LaneWork, Load, Role, StateError
 from penstock.priority.verdict import Refusal
 from tests.few import examples
 from tests.priority.routing.messages import ask, chain, change, load, snapshot
@@ -102,6 +111,127 @@ def test_those_excluded_draining_silent_or_gone_are_passed_over() -> None:
     assert chosen(router, ask(SYSTEM), STALE_S + 0.1).replica == "c"
     router.on_gone("c")
     assert refused(router, ask(SYSTEM), STALE_S + 0.1).reason == "no_replica"
+
+
+# Together with a source
+
+
+BUSY = load(queued=10_000, pull_rate=1e6)
+FAST = load(pull_rate=1e6)
+
+
+def test_a_prefix_is_taken_from_its_busy_home_where_that_is_sooner() -> None:
+    router = router_of({"home": BUSY, "cold": FAST}, {"home": SYSTEM[:60], "cold": SYSTEM[:10]})
+    found = chosen(router, ask(SYSTEM))
+    assert (found.replica, found.source) == ("cold", "home")
+    assert (found.num_cached, found.num_pulled) == (160, 800)
+    alone = chosen(router_of({"cold": load()}, {"cold": SYSTEM[:10]}), ask(SYSTEM))
+    assert found.forecast_s < alone.forecast_s
+
+
+@pytest.mark.parametrize("pull_rate", [0.0, 1e3])
+def test_nothing_is_taken_that_is_computed_sooner(pull_rate: float) -> None:
+    """At 1,000 tokens a second a prefix of 1,024 takes a second, and 29 ms in a cold replica."""
+    states = {"home": BUSY, "cold": load(pull_rate=pull_rate)}
+    found = chosen(router_of(states, {"home": SYSTEM}), ask(SYSTEM))
+    assert (found.replica, found.source, found.num_pulled) == ("cold", None, 0)
+
+
+def test_who_holds_the_prefix_is_chosen_as_long_as_it_is_as_soon() -> None:
+    router = router_of({"home": FAST, "cold": FAST}, {"home": SYSTEM})
+    found = chosen(router, ask(SYSTEM))
+    assert (found.replica, found.source) == ("home", None)
+
+
+def test_blocks_that_are_only_expected_are_taken_from_nobody() -> None:
+    router = router_of({"home": FAST, "cold": FAST})
+    home = chosen(router, ask(SYSTEM)).replica
+    router.on_change(home, change(home, 1, BUSY), 0.0)
+    assert chosen(router, ask(SYSTEM, tenant="b")).source is None
+    router.on_change(home, change(home, 2, BUSY, stored=SYSTEM), 0.0)
+    assert chosen(router, ask(SYSTEM, tenant="c"), excluded=[home]).source is None
+    other = chosen(router_of({"h": BUSY, "c": FAST}, {"h": SYSTEM}), ask(SYSTEM))
+    assert other.source == "h"
+
+
+def test_the_least_busy_of_those_that_hold_it_is_the_source() -> None:
+    running = {num: LaneWork(num_running=1, num_prefill_left=num) for num in (10_000, 20_000)}
+    states = {
+        "busier": load({Lane.INTERACTIVE: running[20_000]}),
+        "busy": load({Lane.INTERACTIVE: running[10_000]}),
+    }
+    states["cold"] = FAST
+    found = chosen(router_of(states, {"busier": SYSTEM, "busy": SYSTEM}), ask(SYSTEM))
+    assert (found.replica, found.source) == ("cold", "busy")
+
+
+# By role
+
+
+LONG = ask(chain("long", 100))
+
+
+def roles_of(**roles: Role) -> Router:
+    router = Router()
+    for name, role in roles.items():
+        router.on_snapshot(snapshot(name, FAST, role=role), 0.0)
+    return router
+
+
+def computed(router: Router, request: RouteQuery) -> str | None:
+    """The replica that computes the prompt for another one."""
+    found = router.choose_prefill(request, 0.0)
+    return None if found is None else found.replica
+
+
+def test_a_long_prompt_is_computed_by_one_and_goes_on_at_another() -> None:
+    router = roles_of(p=Role.PREFILL, d=Role.DECODE)
+    first = router.choose_prefill(LONG, 0.0)
+    assert first is not None
+    assert (first.replica, first.num_cached, router.num_reserved) == ("p", 0, 1)
+    router.note_done(first.ticket)
+    found = chosen(router, replace(LONG, source="p"))
+    assert (found.replica, found.source) == ("d", "p")
+    assert found.num_pulled == LONG.num_prompt - 1
+
+
+def test_a_short_prompt_or_one_that_is_there_is_computed_where_it_goes_on() -> None:
+    router = roles_of(p=Role.PREFILL, d=Role.DECODE)
+    assert computed(router, ask(num_prompt=LONG_PROMPT)) is None
+    assert computed(router, ask(num_prompt=LONG_PROMPT + 1)) == "p"
+    router.on_change("d", change("d", 1, stored=LONG.hashes[:90]), 0.0)
+    assert computed(router, LONG) is None
+    assert chosen(router, LONG).replica == "d"
+
+
+@pytest.mark.parametrize(
+    "roles", [{"a": Role.PREFILL, "b": Role.PREFILL}, {"a": Role.DECODE}, {"a": Role.BOTH, "b": Role.DECODE}]
+)
+def test_where_a_role_is_missing_the_others_serve_all_of_a_request(roles: dict[str, Role]) -> None:
+    router = roles_of(**roles)
+    assert computed(router, LONG) is None
+    assert chosen(router, LONG).replica in roles
+
+
+def test_a_replica_for_both_takes_the_place_of_either() -> None:
+    router = roles_of(p=Role.PREFILL, b=Role.BOTH)
+    assert computed(router, LONG) == "p"
+    assert chosen(router, LONG).replica == "b"
+    router.on_gone("p")
+    assert computed(router, LONG) is None
+    assert chosen(router, LONG).replica == "b"
+
+
+def test_nobody_waits_for_a_replica_of_prompts_that_would_be_late() -> None:
+    router = roles_of(p=Role.PREFILL, d=Role.DECODE)
+    router.on_change("p", change("p", 1, load(queued=500_000)), 0.0)
+    assert computed(router, LONG) is None
+
+
+def test_a_source_that_is_gone_is_no_source() -> None:
+    router = roles_of(p=Role.PREFILL, d=Role.DECODE)
+    router.on_gone("p")
+    assert chosen(router, replace(LONG, source="p")).source is None
 
 
 # Reserved

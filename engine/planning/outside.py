@@ -1,0 +1,44 @@
+"""Contents of blocks that are kept outside of the device's memory, as planning sees them; engine/tiers has the rest."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from penstock.engine.planning.request import Sequence
+
+
+class Content(NamedTuple):
+    """The content of a block: the KV of some tokens of a chain, in the layers of one block table."""
+
+    hashes: list[bytes]
+    """The hashes of the chain's blocks."""
+    token_ids: list[int]
+    """The tokens of the chain."""
+    salt: bytes
+    depth: int
+    """The blocks before it in the chain."""
+    table: int
+
+    @property
+    def hash(self) -> bytes:
+        return self.hashes[self.depth]
+
+
+class Outside(Protocol):
+    """Keeps contents of blocks, and brings them back; `SequenceMemory` tells it what it has to know."""
+
+    def note_reused(self, block: int, block_hash: bytes, table: int) -> None:
+        """Notes that a block which could be found will be overwritten by the next step that is launched."""
+
+    def note_found(self, block: int, block_hash: bytes, table: int) -> None:
+        """Notes that a sequence has found a block, which is in its hands now."""
+
+    def forget(self, block_hash: bytes, table: int) -> None:
+        """Drops a content that is not to be trusted, and brings it back no more."""
+
+    def fetch(self, sequence: Sequence, hashes: list[bytes], num_known: int) -> None:
+        """Begins to bring back what follows the `num_known` first blocks of a chain, if that is worth it.
+
+        The hashes of blocks that are on their way are pending in the prefix index until they can be found, or are given
+        up. It is asked again and again while a sequence waits.
+        """

@@ -1,0 +1,240 @@
+"""The tiers of a server, one behind the other, and the threads that write to them and read from them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from penstock.engine.planning.device import Payload, Staged
+from penstock.engine.tiers.block_file import BlockKey
+from penstock.engine.tiers.rates import ReadRate
+from penstock.engine.tiers.tier import Tier
+
+log = logging.getLogger("penstock.engine")
+
+_LOOK_OVER_S = 10.0
+"""The writer looks so often at what others did to a tier."""
+
+
+class TierChain:
+    """Tiers, the nearest first: a block is read from the first that has it, and then the ones before keep it, too."""
+
+    def __init__(self, tiers: ListLike[Tier], clock: Callable[[], float]) -> None:
+        self.tiers = tiers
+        self._clock = clock
+        self._rates = [ReadRate() for _ in tiers]
+        self._keeps_any = any(tier.keeps for tier in tiers)
+
+    def keeps(self, key: BlockKey) -> bool:
+        """Returns whether a block need not be written again."""
+        return not self._keeps_any or any(tier.keeps and tier.has(key) for tier in self.tiers)
+
+    def read_seconds(self, key: BlockKey, num_bytes: int, now: float) -> float | None:
+        """Returns the expected time of reading a block; None if no tier has it. For any thread."""
+        for tier, rate in zip(self.tiers, self._rates, strict=True):
+            if tier.has(key):
+                return rate.seconds(num_bytes, now)
+        return None
+
+    def read(self, key: BlockKey) -> Payload | None:
+        for number, (tier, rate) in enumerate(zip(self.tiers, self._rates, strict=True)):
+            if not tier.has(key):
+                continue
+            started = self._clock()
+            payload = tier.read(key)
+            if payload is not None:
+                now = self._clock()
+                rate.note(len(payload), now - started, now)
+                for nearer in self.tiers[:number]:
+                    nearer.write(key, payload)
+                return payload
+        return None
+
+    def write(self, key: BlockKey, payload: Payload) -> None:
+        for tier in self.tiers:
+            if tier.keeps:
+                tier.write(key, payload)
+
+    def forget(self, key: BlockKey) -> None:
+        for tier in self.tiers:
+            tier.forget(key)
+
+    def look_over(self) -> None:
+        for tier in self.tiers:
+            tier.look_over()
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+
+
+class Batch(NamedTuple):
+    """Blocks on their way to the tiers."""
+
+    keys: list[BlockKey]
+    staged: Staged
+
+
+class BlockWriter:
+    """Writes blocks behind the steps, in a thread of its own."""
+
+    def __init__(
+        self, chain: TierChain, block_bytes: int, most_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        """`most_bytes` bounds what waits to be written."""
+        self._chain, self._clock = chain, clock
+        self._most = max(1, most_bytes // max(1, block_bytes))
+        self.batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self._waiting: set[BlockKey] = set()
+        self._written = threading.Event()
+        self._looked_s = clock()
+        self._thread = threading.Thread(target=self._run, name="penstock-kv-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def room(self) -> int:
+        """The blocks that may be put."""
+        return self._most - len(self._waiting)
+
+    def has(self, key: BlockKey) -> bool:
+        """Returns whether a block waits to be written."""
+        return key in self._waiting
+
+    def put(self, keys: list[BlockKey], staged: Staged) -> None:
+        self._waiting.update(keys)
+        self.batches.put(Batch(keys, staged))
+
+    def forget(self, key: BlockKey) -> None:
+        """Keeps a block from being written, and drops it where it is."""
+        self._waiting.discard(key)
+        self._chain.forget(key)
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Waits until a block was written, or so long."""
+        self._written.clear()
+        if not self.room:
+            self._written.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends when all is written, or when so much time has passed; returns whether the thread has ended."""
+        self.batches.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("%d KV blocks were not written in time, and are lost", len(self._waiting))
+            self._waiting.clear()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                batch = self.batches.get(timeout=_LOOK_OVER_S)
+            except Empty:
+                batch = Batch([], _NOTHING)
+            if batch is None:
+                return
+            self.write(batch)
+            if self._clock() - self._looked_s >= _LOOK_OVER_S:
+                self._chain.look_over()
+                self._looked_s = self._clock()
+
+    def write(self, batch: Batch) -> None:
+        try:
+            for key, payload in zip(batch.keys, batch.staged.wait(), strict=True):
+                if key not in self._waiting:
+                    continue
+                self._chain.write(key, payload)
+                if key not in self._waiting:  # it was distrusted meanwhile
+                    self._chain.forget(key)
+                self._waiting.discard(key)
+                self._written.set()
+        except Exception:
+            log.exception("writing KV blocks failed; they are lost, and computed again")
+        self._waiting.difference_update(batch.keys)
+        self._written.set()
+
+
+class Read(NamedTuple):
+    """A block that is to be read."""
+
+    key: BlockKey
+    owner: object
+    place: int
+    is_wanted: Callable[[], bool]
+
+
+class BlockReader:
+    """Reads blocks while requests wait, in threads of its own; they arrive in any order."""
+
+    def __init__(
+        self,
+        chain: TierChain,
+        block_bytes: int,
+        most_bytes: int,
+        wake: Callable[[], None],
+        num_threads: int = 2,
+    ) -> None:
+        """
+        Args:
+            most_bytes: bounds what has been read and not taken.
+            wake: is called when something has arrived.
+        """
+        self._chain, self._wake = chain, wake
+        self.arrivals: deque[tuple[Read, Payload | None]] = deque()
+        """Payloads, None for a block that could not be read. Whoever takes one calls `note_taken`."""
+        self.reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._room = threading.Semaphore(max(num_threads, most_bytes // max(1, block_bytes)))
+        self._threads = [
+            threading.Thread(target=self._run, name=f"penstock-kv-reader-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        self._is_closed = False
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, read: Read) -> None:
+        self.reads.put(read)
+
+    def note_taken(self) -> None:
+        self._room.release()
+
+    def close(self, timeout_s: float) -> None:
+        self._is_closed = True
+        for _ in self._threads:
+            self.reads.put(None)
+            self._room.release()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (read := self.reads.get()) is not None and not self._is_closed:
+            self._room.acquire()
+            self.read(read)
+            self._wake()
+
+    def read(self, read: Read) -> None:
+        payload = None
+        try:
+            if read.is_wanted() and not self._is_closed:
+                payload = self._chain.read(read.key)
+        except Exception:
+            log.exception("reading a KV block failed; it is computed")
+        self.arrivals.append((read, payload))
+
+
+class _Nothing:
+    def wait(self) -> list[Payload]:
+        return []
+
+
+_NOTHING = _Nothing()

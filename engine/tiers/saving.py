@@ -1,0 +1,95 @@
+"""What leaves the device's memory for the tiers: blocks that are overwritten, and those that were used twice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from penstock.engine.planning.device import BlockCarrier, DeviceError
+from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.tiers.block_file import BlockKey
+from penstock.engine.tiers.chain import BlockWriter, TierChain
+
+log = logging.getLogger("penstock.engine")
+
+_FOUND_BYTES = 8 << 20
+"""The most that is copied in one turn of blocks which are in no danger; one block at least."""
+_MOST_FOUND = 4096
+
+
+class Saver:
+    """Collects blocks and has them copied before they change. For the step thread.
+
+    A block that is about to be overwritten is free, and no step in flight uses it; one that was found again is
+    full and confirmed, and nobody writes it. So both can be copied at any time before the next step is launched.
+    """
+
+    def __init__(self, chain: TierChain, writer: BlockWriter, carrier: BlockCarrier) -> None:
+        self._chain, self._writer, self._carrier = chain, writer, carrier
+        self._reused: dict[int, BlockKey] = {}
+        self._found: dict[BlockKey, int] = {}
+        self._most_found = max(1, _FOUND_BYTES // max(1, carrier.num_bytes))
+        self.num_lost = 0
+        """Blocks that were overwritten while too many waited to be written."""
+
+    def note_reused(self, block: int, key: BlockKey) -> None:
+        self._found.pop(key, None)
+        if self._is_kept(key):
+            return
+        if len(self._reused) < self._writer.room:
+            self._reused[block] = key
+        else:
+            self.num_lost += 1
+
+    def note_found(self, block: int, key: BlockKey) -> None:
+        if len(self._found) < _MOST_FOUND and not self._is_kept(key):
+            self._found[key] = block
+
+    def forget(self, key: BlockKey) -> None:
+        self._found.pop(key, None)
+        self._writer.forget(key)
+
+    def start_afresh(self) -> None:
+        """Forgets all that was noted: the blocks are another memory's now."""
+        self._reused.clear()
+        self._found.clear()
+
+    def save(self, memory: SequenceMemory) -> None:
+        """Copies what was noted, as much of it as there is room for. Called before a step is launched."""
+        if self._reused:
+            self.copy(self._reused)
+            self._reused = {}
+        if self._found and (room := min(self._most_found, self._writer.room)) > 0:
+            chosen: dict[int, BlockKey] = {}
+            while self._found and len(chosen) < room:
+                key = next(iter(self._found))
+                block = self._found.pop(key)
+                if memory.index.key_of(block) == key and not self._is_kept(key):
+                    chosen[block] = key
+            self.copy(chosen)
+
+    def unsaved(self, memory: SequenceMemory) -> Iterator[tuple[int, BlockKey]]:
+        """The blocks that can be found and are in no tier: those in use, then those that were used last."""
+        counts, free = memory.pool.ref_counts, list(memory.pool.free_blocks())
+        held = [block for block, is_findable in enumerate(memory.findable) if is_findable and counts[block]]
+        for block in (*held, *reversed(free)):
+            key = memory.index.key_of(block)
+            if key is not None and not self._is_kept(BlockKey(*key)):
+                yield block, BlockKey(*key)
+
+    def copy(self, chosen: dict[int, BlockKey]) -> None:
+        """Copies blocks now; there has to be room for them."""
+        if not chosen:
+            return
+        try:
+            staged = self._carrier.copy_out(list(chosen))
+        except DeviceError:
+            raise
+        except Exception as error:
+            log.warning("%d KV blocks could not be copied, and are lost: %s", len(chosen), error)
+            self.num_lost += len(chosen)
+        else:
+            self._writer.put(list(chosen.values()), staged)
+
+    def _is_kept(self, key: BlockKey) -> bool:
+        return self._writer.has(key) or self._chain.keeps(key)

@@ -1,0 +1,109 @@
+"""Measures the first token of a long prompt: computed, and read back from host memory, from disk, and after a restart.
+
+Each prompt is as long as the KV cache is large, so that every other prompt evicts it. Before a server restarts, the
+files are synced and dropped from the page cache, so that they come from the disk itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.app.bench.runs import say
+from penstock.app.offline.llm import LLM
+from penstock.engine.tiers.folder import SUFFIX
+
+Row = dict[str, Any]
+
+_BLOCK_SIZE = 16
+_VOCABULARY = 16_000
+_PATIENCE_S = 60.0
+
+
+def measure_tiers(folder: Path, dtype: str, num_tokens: int, num_rounds: int) -> Row:
+    """Returns the median seconds to the first token of each way; `num_tokens` are those of a prompt."""
+    with tempfile.TemporaryDirectory() as place:
+        bench = TierBench(folder, dtype, num_tokens, Path(place) / "kv")
+        return bench.measure(num_rounds)
+
+
+class TierBench:
+    def __init__(self, folder: Path, dtype: str, num_tokens: int, place: Path) -> None:
+        self._folder, self._dtype, self._num_tokens, self._place = folder, dtype, num_tokens, place
+        pace = random.Random(1)
+        self._prompts = [[pace.randrange(1, _VOCABULARY) for _ in range(num_tokens)] for _ in range(2)]
+
+    def measure(self, num_rounds: int) -> Row:
+        say(f"prompts of {self._num_tokens:,} tokens: computed, and read back from disk")
+        with self._start(kv_disk=self._place) as llm:
+            computed = [self._first_token(llm, prompt) for prompt in self._prompts]
+            self._settle(llm)
+            disk = [self._first_token(llm, prompt) for _ in range(num_rounds) for prompt in self._prompts]
+            stats = llm.tiers_use.tiers["disk"]
+        say("after a restart, and from host memory")
+        restart, host = list[float](), list[float]()
+        for _ in range(num_rounds):
+            self._drop_from_page_cache()
+            with self._start(kv_disk=self._place, kv_host_bytes=8 << 30) as llm:
+                restart += [self._first_token(llm, prompt) for prompt in self._prompts]
+                host += [self._first_token(llm, prompt) for prompt in self._prompts]
+        return {
+            "num_tokens": self._num_tokens,
+            "bytes_per_token": stats.bytes_read / max(1, stats.num_hits) / _BLOCK_SIZE,
+            "computed_s": median(computed),
+            "disk_s": median(disk),
+            "restart_s": median(restart),
+            "host_s": median(host),
+            "read_bytes_per_s": stats.bytes_read / max(1e-9, stats.read_seconds),
+        }
+
+    def _start(self, **settings: Any) -> LLM:
+        num_blocks = self._num_tokens // _BLOCK_SIZE + 8
+        llm = LLM(
+            self._folder, device="cpu", dtype=self._dtype, num_blocks=num_blocks, progress=False, **settings
+        )
+        llm.generate([[1, 2, 3]] * 4, max_tokens=40, ignore_eos=True)  # steps that say what a step takes
+        return llm
+
+    @staticmethod
+    def _first_token(llm: LLM, prompt: list[int]) -> float:
+        started = time.perf_counter()
+        llm.generate([prompt], max_tokens=1)
+        return time.perf_counter() - started
+
+    def _settle(self, llm: LLM) -> None:
+        """Waits until nothing more is written."""
+        before, until_s = -1, time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until_s:
+            written = sum(tier.bytes_written for tier in llm.tiers_use.tiers.values())
+            if written == before:
+                return
+            before = written
+            time.sleep(1.0)
+
+    def _drop_from_page_cache(self) -> None:
+        for path in self._place.glob(f"*/*/*{SUFFIX}"):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def print_tiers(figures: Row) -> None:
+    computed_s = figures["computed_s"]
+    print(
+        f"\n{figures['num_tokens']:,} tokens of {figures['bytes_per_token'] / 1024:.0f} KiB, to the first token"
+    )
+    for name, text in (
+        ("computed_s", "computed"),
+        ("disk_s", "from disk, evicted a moment ago"),
+        ("restart_s", "from disk, after a restart"),
+        ("host_s", "from host memory"),
+    ):
+        print(f"  {text:<34}{figures[name]:8.2f} s {computed_s / figures[name]:7.1f} times")
+    print(f"  a reading thread reads {figures['read_bytes_per_s'] / 1e9:.2f} GB/s")

@@ -1,0 +1,184 @@
+"""Replicas by role behind a switch: who computes a prompt, who goes on with it, and what happens if one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cluster import members
+from penstock.engine.planning.request import FinishReason, Request
+from penstock.gateway.endpoints import prefill
+from penstock.gateway.endpoints.state import SECRET_HEADER
+from penstock.gateway.http.correlation import SOURCE_HEADER, TICKET_HEADER
+from penstock.gateway.tickets import source_of, ticket_of
+from penstock.priority.lanes import Lane
+from penstock.priority.routing import router
+from penstock.priority.routing.state import Role
+from tests.cluster.fake_exchange import FakeExchange
+from tests.cluster.test_switch import CHAT, LONG, SECRET, Cluster, cluster, make_gateway, until
+from tests.gateway.harness import Gateway, chat_body, client
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "LONG_PROMPT", 64)
+
+
+def replica_for(role: Role, name: str | None = None) -> Gateway:
+    gateway = make_gateway(name or role.value, role=role)
+    gateway.service.kv = FakeExchange()
+    return gateway
+
+
+def expected_at(gateway: Gateway) -> list[tuple[str, list[bytes]]]:
+    assert isinstance(gateway.service.kv, FakeExchange)
+    return gateway.service.kv.expected
+
+
+def is_answering(gateway: Gateway, request: Request) -> None:
+    gateway.answer(request, "a", "b")
+    gateway.queue.settle(request, gateway.clock())
+
+
+@contextlib.asynccontextmanager
+async def asking(found: Cluster, **fields: Any) -> AsyncIterator[asyncio.Task[httpx.Response]]:
+    body = chat_body(LONG, max_tokens=4, **fields)
+    task = asyncio.create_task(found.http.post(CHAT, json=body, headers={SOURCE_HEADER: "of.a-client"}))
+    yield task
+    if not task.done():
+        await task
+
+
+async def test_one_computes_the_prompt_and_the_other_takes_its_kv_from_there() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found, asking(found) as reply:
+        prompt = await first.taken()
+        assert (prompt.sampling.max_tokens, prompt.n, Lane(prompt.lane)) == (1, 1, Lane.STANDARD)
+        is_answering(first, prompt)
+        request = await then.taken()
+        assert request.prompt_token_ids == prompt.prompt_token_ids
+        assert request.block_hashes == prompt.block_hashes
+        assert request.sampling.max_tokens == 4
+        assert expected_at(then) == [(str(found.addresses["prefill"]), list(request.block_hashes))]
+        assert expected_at(first) == []
+        is_answering(then, request)
+        assert (await reply).headers["x-penstock-replica"] == "decode"
+        assert found.switch.metrics.computed_elsewhere.value == 1
+        assert found.switch.router.num_reserved == 0
+
+
+async def test_a_short_prompt_is_computed_where_it_goes_on() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found:
+        assert await found.chat("Hi") == "decode"
+        assert expected_at(then) == []
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_cluster_without_the_other_role_serves_with_what_it_has(
+    role: Role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "LACK_S", 0.0)
+    async with cluster(replica_for(role, "only")) as found:
+        assert await found.chat() == "only"
+        assert found.switch.metrics.computed_elsewhere.value == 0
+        line = f"all replicas have --role {role}"
+        for _ in range(3):
+            found.switch.members.look_over()
+        assert caplog.text.count(line) == 1
+
+
+async def test_where_no_role_is_missing_nothing_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "LACK_S", 0.0)
+    async with cluster(replica_for(Role.DECODE), replica_for(Role.BOTH)) as found:
+        caplog.clear()
+        for _ in range(3):
+            found.switch.members.look_over()
+        assert "all replicas have" not in caplog.text
+
+
+async def test_a_prompt_that_fails_elsewhere_is_computed_where_it_goes_on() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found, asking(found) as reply:
+        first.finish(await first.taken(), reason=FinishReason.FAILED, error="no")
+        is_answering(then, await then.taken())
+        assert (await reply).headers["x-penstock-replica"] == "decode"
+        assert expected_at(then) == []
+
+
+async def test_one_that_drains_while_the_prompt_comes_is_no_loss() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found:
+        first.service.dispatch.draining = True  # and the switch does not know yet
+        async with asking(found) as reply:
+            is_answering(then, await then.taken())
+            assert (await reply).status_code == 200
+
+
+async def test_a_prompt_is_computed_no_further_when_its_client_is_gone() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found:
+        task = asyncio.create_task(found.http.post(CHAT, json=chat_body(LONG)))
+        prompt = await first.taken()
+        task.cancel()
+        await until(lambda: first.engine.cancelled == [prompt.request_id])
+        await until(lambda: found.switch.router.num_reserved == 0)
+        assert not sum(then.queue.depths().values())
+
+
+async def test_nobody_but_a_switch_says_where_kv_is_taken_from() -> None:
+    gateway = replica_for(Role.BOTH)
+    ticket, address = ticket_of(SECRET, "ab", 1), "http://127.0.0.1:9"
+    right = source_of(SECRET, ticket, address)
+    tried = [
+        {TICKET_HEADER: ticket, SOURCE_HEADER: right},
+        {TICKET_HEADER: ticket_of(SECRET, "ab", 2), SOURCE_HEADER: right},
+        {SOURCE_HEADER: right},
+        {TICKET_HEADER: ticket, SOURCE_HEADER: source_of("another secret", ticket, address)},
+        {TICKET_HEADER: ticket, SOURCE_HEADER: right.replace(":9", ":8")},
+        {TICKET_HEADER: ticket, SOURCE_HEADER: address},
+    ]
+    async with client(gateway.app) as http:
+        for headers in tried:
+            await gateway.answering(http.post(CHAT, json=chat_body(LONG), headers=headers), "a")
+    assert [source for source, _ in expected_at(gateway)] == [address]
+
+
+async def test_a_prompt_for_another_is_for_those_who_know_the_secret() -> None:
+    gateway = replica_for(Role.PREFILL)
+    order = {"token_ids": [9] * 40, "salt": "00ff", "tenant": "t", "lane": 1}
+    async with client(gateway.app) as http:
+        assert (await http.post(prefill.PATH, json=order)).status_code == 401
+        known = {SECRET_HEADER: SECRET}
+        answering = http.post(prefill.PATH, json=order, headers=known)
+        reply = asyncio.ensure_future(answering)
+        request = await gateway.taken()
+        assert (request.salt, request.tenant, len(request.block_hashes)) == (b"\x00\xff", "t", 2)
+        gateway.answer(request, "a")
+        assert (await reply).json() == {"prompt_tokens": 40, "cached_tokens": 4}
+        mistakes: list[dict[str, Any]] = [
+            {"token_ids": []},
+            {"token_ids": [10**9]},
+            {"token_ids": ["9"]},
+            {"token_ids": [9] * 600},
+            {"salt": "x"},
+            {"lane": 7},
+            {"tenant": 1},
+            {"more": 1},
+        ]
+        for wrong in mistakes:
+            assert (await http.post(prefill.PATH, json=order | wrong, headers=known)).status_code == 400

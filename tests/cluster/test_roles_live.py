@@ -1,0 +1,144 @@
+"""A server for prompts and two for the tokens after them behind a switch: equal texts, and kill -9 of each in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from loadtests.forked import ForkedServer
+from loadtests.survival import Follower, Interrupted, client, undisturbed
+from penstock.app.settings import Settings
+from penstock.app.switch import make_switch
+from penstock.cluster.switch import Switch
+from penstock.cluster.upstream import Address
+from penstock.priority.routing import router
+from penstock.priority.routing.router import Router
+from tests.app.test_survival import are_written
+from tests.cluster.scripted_replicas import serving
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "a secret of the tests"
+START_S = 60
+ROLES = ("prefill", "decode", "decode")
+WORDS = "The knight rode on past the mill and the river, and nobody knew where to. "
+BLOCK_SIZE = 16
+MANY_TOKENS = 400
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's context is short."""
+    monkeypatch.setattr(router, "LONG_PROMPT", BLOCK_SIZE // 2)
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with RedisServer() as redis:
+        yield redis.url
+
+
+@contextlib.asynccontextmanager
+async def cluster(redis_url: str) -> AsyncIterator[tuple[Switch, list[ForkedServer], httpx.AsyncClient]]:
+    common = ["--redis-url", redis_url, "--warm-up-tokens", "0", "--threads", "1", "--cluster-secret", SECRET]
+    servers = [
+        ForkedServer([*common, "--replica", f"r{number}", "--role", role])
+        for number, role in enumerate(ROLES)
+    ]
+    # A busy machine is not to look like a frozen replica.
+    switch = make_switch(
+        Settings.load({"cluster_secret": SECRET}), None, is_open=False, router=Router(stale_s=START_S)
+    )
+    try:
+        for server in servers:
+            server.wait_ready()
+        addresses = [Address(server.host, server.port) for server in servers]
+        async with switch.running(addresses), serving(switch.app()) as address, client(str(address)) as http:
+            async with asyncio.timeout(START_S):
+                while len(switch.members.live) < len(servers):
+                    await asyncio.sleep(0.01)
+            yield switch, servers, http
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def body_of(seed: int) -> dict[str, Any]:
+    return {
+        "model": "penstock-demo",
+        "prompt": f"Story {seed}. {5 * WORDS}",
+        "max_tokens": 24,
+        "seed": seed,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
+
+
+async def test_texts_are_those_of_a_single_server(redis_url: str) -> None:
+    async with cluster(redis_url) as (switch, servers, http):
+        apart = [await http.post("/v1/completions", json=body_of(seed)) for seed in range(6)]
+        assert switch.metrics.computed_elsewhere.value == len(apart)
+        async with client(f"http://{servers[0].host}:{servers[0].port}") as single:
+            whole = [await single.post("/v1/completions", json=body_of(seed)) for seed in range(6)]
+        for one, other in zip(apart, whole, strict=True):
+            assert one.status_code == 200, one.text
+            assert one.headers["x-penstock-replica"] in ("r1", "r2")
+            assert one.json()["choices"] == other.json()["choices"]
+            usage = one.json()["usage"]
+            num_whole = (usage["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
+            # It has never seen the prompt: all of its whole blocks came from the other server.
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_whole
+
+
+@pytest.mark.parametrize(
+    ("victim", "num_streams"),
+    [
+        (0, 8),
+        (1, 8),
+        *(
+            pytest.param(victim, 50, marks=pytest.mark.long("fifty streams, each role killed"))
+            for victim in range(3)
+        ),
+    ],
+)
+async def test_no_client_notices_that_one_was_killed(redis_url: str, victim: int, num_streams: int) -> None:
+    """All prompts are computed at the first server; those that begin when it is gone, where they go on."""
+    journals = Redis.from_url(redis_url)
+    try:
+        async with cluster(redis_url) as (switch, servers, http):
+            expected = await undisturbed(str(http.base_url), followers_of(num_streams))
+            assert switch.metrics.computed_elsewhere.value > 0
+            followers = followers_of(num_streams)
+            interrupted = Interrupted(
+                lambda: servers[victim],
+                followers,
+                0,
+                partial(are_written, journals),
+                num_known=num_streams // 2,
+            )
+            await asyncio.gather(*(follower.ask(http, interrupted.count) for follower in followers))
+            assert interrupted.is_over
+            assert servers[victim].wait() != 0
+            for follower in followers:
+                assert follower.is_whole(expected[follower.seed])
+            assert (await http.post("/v1/completions", json=body_of(99))).status_code == 200
+    finally:
+        journals.close()
+
+
+def followers_of(number: int) -> list[Follower]:
+    """The first one's reply has not ended when half of the others' have begun."""
+    return [Follower(0, MANY_TOKENS), *map(Follower, range(1, number))]
