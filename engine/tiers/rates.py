@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import accumulate, pairwise
 
+from penstock.engine.planning.keeping import num_attended
 from penstock.engine.planning.request_queue import StepSeconds
-from penstock.engine.planning.step import num_attended
 
 _FOLLOWING = 0.2
 _FORGOTTEN_S = 60.0

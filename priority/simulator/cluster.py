@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf, nextafter
 
+from penstock.engine.planning.keeping import num_attended
 from penstock.engine.planning.params import SamplingParams
 from penstock.engine.planning.prefix_events import Dropped, PrefixLog, Stored
 from penstock.engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from penstock.engine.planning.request import Request, Sequence
-from penstock.engine.planning.step import num_attended
 from penstock.priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from penstock.priority.queue import LaneQueue
 from penstock.priority.routing.router import (
