@@ -57,7 +57,9 @@ def test_a_cache_of_4_bits_has_a_scale_of_16_bits_for_each_group() -> None:
     sizes = estimate(parse_config(Fields("config.json", make_config("mistral"))), options)
     assert sizes.kv_dtype == "int4"
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (32 // 2 + 2 * 2)
-    with pytest.raises(CheckpointError, match="--kv-dtype int4 is served for heads of a multiple of 32 numbers"):
+    with pytest.raises(
+        CheckpointError, match="--kv-dtype int4 is served for heads of a multiple of 32 numbers"
+    ):
         estimate(CONFIG, options)
 
 

@@ -51,7 +51,7 @@ LATENTS = [
     Latents(1, 24, 8, 40, 16),
     Latents(7, 128, 64, 32, 24, has_temperature=True),
 ]
-ALL_SHAPES = [*SHAPES, *LATENTS]
+ALL_SHAPES: list[Shape | Latents] = [*SHAPES, *LATENTS]
 OF_NARROW_MAPS = Latents(5, 32, 16, 40, 24, maps=torch.bfloat16)
 """Levels have orders of their own for the sums of such maps."""
 

@@ -21,7 +21,7 @@ SEQUENCES, BLOCKS = 8, 1 << 22
 """With so many blocks, places in the cache have more than 32 bits."""
 DECODE, PREFILL = kernels.decode_attention_kernel, kernels.prefill_attention_kernel
 _SPILLED = 16
-"""The bytes of a decode that may be spilled: the compiler does so to stay at 128 registers, for one more block of it."""
+"""The bytes of a decode that may be spilled: the compiler does so to stay at 128 registers, for one more block."""
 
 
 def chip(architecture: int) -> Chip:
