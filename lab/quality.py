@@ -61,6 +61,7 @@ CASES = (
     Case("nf4, groups of 32", {"quantize": "nf4", "quantize_group_size": "32"}),
     Case("nf4, groups of 64", {"quantize": "nf4", "quantize_group_size": "64"}),
     Case("auto, KV cache int8", {"kv_dtype": "int8"}),
+    Case("auto, KV cache int4", {"kv_dtype": "int4"}),
     Case("int8, KV cache int8", {"quantize": "int8", "kv_dtype": "int8"}),
     Case("int4, KV cache int8", {"quantize": "int4", "kv_dtype": "int8"}),
     Case("made: rtn, 8 bits", made="--method rtn --bits 8"),

@@ -26,8 +26,9 @@ from tests.engine.families import SPARSE, STATES
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+    "mistral": {},
 }
-"""The second has several block tables."""
+"""The second has several block tables, the third a window and a cache of 4 bits."""
 FAMILIES = {name: STATES[name] for name in ("Qwen 3.5", "LFM2 MoE")} | {"gpt-oss": SPARSE["gpt-oss"]}
 """Layers with a state, or with experts."""
 MORE = (ask("sifted", 7, seed=8, typical_p=0.8), ask("late", 40, seed=9, temperature=0.7, max_tokens=50))
@@ -74,7 +75,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:
         FAMILIES[request.param].make(folder)
     options = LoadOptions(
-        device="cpu", dtype="float32", num_blocks=120, max_batch_tokens=32, max_num_seqs=SEATS
+        device="cpu",
+        dtype="float32",
+        kv_dtype="int4" if request.param == "mistral" else "auto",
+        num_blocks=120,
+        max_batch_tokens=32,
+        max_num_seqs=SEATS,
     )
     return load_model(folder, options, lambda _: None, lambda *_: None)
 

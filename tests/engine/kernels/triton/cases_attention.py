@@ -113,6 +113,7 @@ CASES = [
     *around("llama", _HOPPER),
     *around("qwen-drafts", _A100, **_QWEN),
     *around("exact-256", _HOPPER, **_EXACT_GEMMA),
+    *around("llama-int4", _HOPPER, kv_dtype=torch.uint8),
     *attention("llama", *ARCHITECTURES, _A10, _ADA),
     *_prefill("llama-short", _HOPPER, num_tokens=100),
     *_prefill("llama-64", _HOPPER, head_dim=64),
