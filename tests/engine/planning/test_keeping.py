@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.parallel.messages import Listener, Narrator
+from penstock.engine.planning.followed_table import FollowedTable
 from penstock.engine.planning.keeping import Keeping, least_kept, num_attended
 from penstock.engine.planning.request import NO_LIMIT, Request, Sequence
 from penstock.engine.planning.step import StepPlan
@@ -296,7 +297,7 @@ def test_other_ranks_hear_of_what_was_dropped() -> None:
         max_model_len=NO_LIMIT,
         prefix_cache=True,
     )
-    tables = set()
+    numbers, followed, known = set(), FollowedTable(), list[int]()
 
     def watch(_: Run, plan: StepPlan) -> None:
         if not plan.chunks:
@@ -304,7 +305,12 @@ def test_other_ranks_hear_of_what_was_dropped() -> None:
         (mine,), (theirs,) = plan.chunks, listener.plan(narrator.launch(plan)).chunks
         assert theirs.sequence.block_table == mine.sequence.block_table
         assert theirs.sequence.num_dropped == mine.sequence.num_dropped
-        tables.add(mine.sequence.num_dropped)
+        numbers.add(mine.sequence.num_dropped)
+        places, first = followed.changes(theirs.sequence)
+        for place in places:
+            known[place] = theirs.sequence.block_table[place]
+        known[first:] = theirs.sequence.block_table[first:]
+        assert known == mine.sequence.block_table, "whoever follows the rank's table has all of it"
 
     Run(workload, watch).finish()
-    assert len(tables) > 3
+    assert len(numbers) > 3
