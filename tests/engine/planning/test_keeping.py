@@ -181,11 +181,24 @@ class KeptProposer(FakeProposer):
 
 
 @modest
-@given(kept_workloads(), st.integers(0, 10**6))
+@given(st.lists(st.integers(1, KEEPING.most - 1), min_size=4, max_size=8), st.integers(0, 10**6))
 def test_a_step_that_follows_drafts_drops_nothing_that_wrong_ones_would_see(
-    workload: Workload, seed: int
+    lengths: list[int], seed: int
 ) -> None:
     """A model drafts until tokens are dropped, and steps are launched as if its drafts were right."""
+    requests = [
+        make_request(f"r{i}", [i] * length, max_tokens=40, seed=i, keeping=KEEPING)
+        for i, length in enumerate(lengths)
+    ]
+    workload = Workload(
+        requests=tuple(requests),
+        arrivals=(0,) * len(requests),
+        num_blocks=100,
+        budget=60,
+        max_num_seqs=3,
+        max_model_len=100,
+        prefix_cache=False,
+    )
     run = Following(workload, seed, stops=False)
     assert_right(run.finish())
     assert not run.drafting.failed
@@ -253,11 +266,12 @@ def test_only_blocks_before_the_first_drop_are_found() -> None:
 
 
 def test_blocks_in_flight_are_found_once_they_are_written_although_some_are_to_be_dropped() -> None:
-    """The second prompt begins behind two cached blocks, and one chunk goes up to the first place of a drop."""
+    """The second prompt begins behind two cached blocks, and one chunk goes up to the first place of a drop. The third
+    reads all that was left."""
     prompt = [k % 13 for k in range(100)]
     requests = [
-        make_request(name, prompt[:length], max_tokens=2, keeping=KEEPING)
-        for name, length in (("short", 9), ("long", 100), ("again", 99))
+        make_request(name, prompt[:length], max_tokens=2, keeping=keeping)
+        for name, length, keeping in (("short", 9, KEEPING), ("long", 100, KEEPING), ("whole", 99, None))
     ]
     run = run_of(*requests, num_blocks=60, budget=16, runner=QueuedRunner(60, BLOCK_SIZE))
     cached = [run.ended[request.request_id, 0].timings for request in requests]
