@@ -52,9 +52,8 @@ def expected_logprobs(folder: Path, token_ids: list[int]) -> Tensor:
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.inference_mode():
-        logits = model(torch.tensor([token_ids]), attention_mask=mask(len(token_ids))).logits[0]
-    expected: Tensor = logits.log_softmax(-1)
-    return expected
+        logits: Tensor = model(torch.tensor([token_ids]), attention_mask=mask(len(token_ids))).logits[0]
+    return logits.log_softmax(-1)
 
 
 def outputs(driver: Driver, *names: str) -> dict[str, list[object]]:

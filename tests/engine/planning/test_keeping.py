@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.parallel.messages import Listener, Narrator
+from penstock.engine.planning.followed_table import FollowedTable
 from penstock.engine.planning.keeping import Keeping, least_kept, num_attended
 from penstock.engine.planning.request import NO_LIMIT, Request, Sequence
 from penstock.engine.planning.step import StepPlan
@@ -180,11 +181,24 @@ class KeptProposer(FakeProposer):
 
 
 @modest
-@given(kept_workloads(), st.integers(0, 10**6))
+@given(st.lists(st.integers(1, KEEPING.most - 1), min_size=4, max_size=8), st.integers(0, 10**6))
 def test_a_step_that_follows_drafts_drops_nothing_that_wrong_ones_would_see(
-    workload: Workload, seed: int
+    lengths: list[int], seed: int
 ) -> None:
     """A model drafts until tokens are dropped, and steps are launched as if its drafts were right."""
+    requests = [
+        make_request(f"r{i}", [i] * length, max_tokens=40, seed=i, keeping=KEEPING)
+        for i, length in enumerate(lengths)
+    ]
+    workload = Workload(
+        requests=tuple(requests),
+        arrivals=(0,) * len(requests),
+        num_blocks=100,
+        budget=60,
+        max_num_seqs=3,
+        max_model_len=100,
+        prefix_cache=False,
+    )
     run = Following(workload, seed, stops=False)
     assert_right(run.finish())
     assert not run.drafting.failed
@@ -252,11 +266,12 @@ def test_only_blocks_before_the_first_drop_are_found() -> None:
 
 
 def test_blocks_in_flight_are_found_once_they_are_written_although_some_are_to_be_dropped() -> None:
-    """The second prompt begins behind two cached blocks, and one chunk goes up to the first place of a drop."""
+    """The second prompt begins behind two cached blocks, and one chunk goes up to the first place of a drop. The third
+    reads all that was left."""
     prompt = [k % 13 for k in range(100)]
     requests = [
-        make_request(name, prompt[:length], max_tokens=2, keeping=KEEPING)
-        for name, length in (("short", 9), ("long", 100), ("again", 99))
+        make_request(name, prompt[:length], max_tokens=2, keeping=keeping)
+        for name, length, keeping in (("short", 9, KEEPING), ("long", 100, KEEPING), ("whole", 99, None))
     ]
     run = run_of(*requests, num_blocks=60, budget=16, runner=QueuedRunner(60, BLOCK_SIZE))
     cached = [run.ended[request.request_id, 0].timings for request in requests]
@@ -273,10 +288,12 @@ def test_one_that_never_gets_so_long_keeps_all() -> None:
     assert timings.num_kv_dropped == 0
 
 
-@pytest.mark.parametrize("num_prompt", [KEEPING.most, KEEPING.most + 1, KEEPING.most + 3, 60, 65])
-def test_choices_fork_where_they_see_the_same(num_prompt: int) -> None:
+@pytest.mark.parametrize("make", [FakeRunner, QueuedRunner])
+@pytest.mark.parametrize("num_prompt", [KEEPING.most, KEEPING.most + 1, KEEPING.most + 8, 60, 64, 65])
+def test_choices_fork_where_they_see_the_same(num_prompt: int, make: type[FakeRunner]) -> None:
+    """With a step in flight, the first choice may have dropped what the others' next token sees."""
     request = make_request("r", [k % 7 for k in range(num_prompt)], max_tokens=30, n=3, keeping=KEEPING)
-    run = run_of(request, num_blocks=40)
+    run = run_of(request, num_blocks=40, runner=make(40, BLOCK_SIZE))
     for index in range(3):
         assert run.tokens["r", index] == expected_output(request, index, 200)
 
@@ -296,7 +313,7 @@ def test_other_ranks_hear_of_what_was_dropped() -> None:
         max_model_len=NO_LIMIT,
         prefix_cache=True,
     )
-    tables = set()
+    numbers, followed, known = set(), FollowedTable(), list[int]()
 
     def watch(_: Run, plan: StepPlan) -> None:
         if not plan.chunks:
@@ -304,7 +321,12 @@ def test_other_ranks_hear_of_what_was_dropped() -> None:
         (mine,), (theirs,) = plan.chunks, listener.plan(narrator.launch(plan)).chunks
         assert theirs.sequence.block_table == mine.sequence.block_table
         assert theirs.sequence.num_dropped == mine.sequence.num_dropped
-        tables.add(mine.sequence.num_dropped)
+        numbers.add(mine.sequence.num_dropped)
+        places, first = followed.changes(theirs.sequence)
+        for place in places:
+            known[place] = theirs.sequence.block_table[place]
+        known[first:] = theirs.sequence.block_table[first:]
+        assert known == mine.sequence.block_table, "whoever follows the rank's table has all of it"
 
     Run(workload, watch).finish()
-    assert len(tables) > 3
+    assert len(numbers) > 3
