@@ -515,14 +515,11 @@ class SequenceMemory:
 
     def _note_found(self, sequence: Sequence, entries: list[int]) -> None:
         """Tells who keeps contents outside what a sequence that starts has found, and counts what came from there."""
-        outside, back, num_tables = self.outside, self._brought_back, self.num_tables
-        hashes = sequence.block_hashes
-        assert outside is not None
-        for i, block in enumerate(entries):
-            if block:
-                outside.note_found(block, hashes[i // num_tables], i % num_tables)
+        assert self.outside is not None
+        self.outside.note_found(sequence.block_hashes, entries)
+        back = self._brought_back
         if back and not back.isdisjoint(entries):
-            places = {i // num_tables for i, block in enumerate(entries) if block in back}
+            places = {i // self.num_tables for i, block in enumerate(entries) if block in back}
             if sequence.timings.num_cached_tokens < 0:  # it starts for the first time
                 sequence.timings.num_fetched_tokens = len(places) * self.block_size
             back.difference_update(entries)

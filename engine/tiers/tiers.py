@@ -89,8 +89,8 @@ class Tiers:
     def note_reused(self, block: int, block_hash: bytes, table: int) -> None:
         self._saver.note_reused(block, BlockKey(block_hash, table))
 
-    def note_found(self, block: int, block_hash: bytes, table: int) -> None:
-        self._saver.note_found(block, BlockKey(block_hash, table))
+    def note_found(self, hashes: list[bytes], entries: list[int]) -> None:
+        self._saver.note_found(hashes, entries, self._memory.num_tables)
 
     def forget(self, block_hash: bytes, table: int) -> None:
         self._saver.forget(BlockKey(block_hash, table))

@@ -59,8 +59,8 @@ class Server:
         self.scheduler = Scheduler(self.queue, memory, FakeSink(), limits)
         self.outputs: list[Output] = []
 
-    def submit(self, name: str, prompt: list[int], **options: int) -> Request:
-        request = make_request(name, prompt, max_tokens=2, **options)
+    def submit(self, name: str, prompt: list[int]) -> Request:
+        request = make_request(name, prompt, max_tokens=2)
         self.queue.readmit(request, 0.0)
         return request
 
