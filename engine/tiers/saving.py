@@ -83,7 +83,7 @@ class Saver:
         held = [block for block, is_findable in enumerate(memory.findable) if is_findable and counts[block]]
         for block in (*held, *reversed(free)):
             key = memory.index.key_of(block)
-            if key is not None and not self._is_kept(BlockKey(*key)):
+            if key is not None and block not in memory.private and not self._is_kept(BlockKey(*key)):
                 yield block, BlockKey(*key)
 
     def copy(self, chosen: dict[int, BlockKey]) -> None:

@@ -9,7 +9,7 @@ from threading import Lock
 import pytest
 
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.prefix_index import prompt_hashes
+from penstock.engine.planning.prefix_index import PRIVATE, prompt_hashes
 from penstock.engine.planning.request import Output, Request
 from penstock.engine.planning.scheduler import Scheduler, SchedulerLimits
 from penstock.engine.planning.setup import make_memory
@@ -23,6 +23,7 @@ from tests.engine.tiers.fake_carrier import FakeCarrier, HandDrivenTiers
 BLOCK_SIZE = 4
 PROMPT = [*range(20)]
 """Five blocks, of which the last is not found: it has the token whose logits are needed."""
+EVICTING = [*range(30, 55)]
 
 
 class ForgetfulTier(HostTier):
@@ -59,8 +60,8 @@ class Server:
         self.scheduler = Scheduler(self.queue, memory, FakeSink(), limits)
         self.outputs: list[Output] = []
 
-    def submit(self, name: str, prompt: list[int]) -> Request:
-        request = make_request(name, prompt, max_tokens=2)
+    def submit(self, name: str, prompt: list[int], salt: bytes = b"") -> Request:
+        request = make_request(name, prompt, max_tokens=2, salt=salt)
         self.queue.readmit(request, 0.0)
         return request
 
@@ -95,7 +96,7 @@ class Server:
 
     def evict(self) -> None:
         """All that the device has makes room for another prompt."""
-        self.run("other", [30 + i for i in range(25)])
+        self.run("other", EVICTING)
 
 
 def keys(prompt: list[int]) -> list[BlockKey]:
@@ -223,6 +224,20 @@ def test_the_forecast_counts_what_is_worth_reading() -> None:
     server.tiers.chain._rates[0].note(server.carrier.num_bytes, 10.0, server.tiers.now_s)
     assert server.tiers.tokens_gained(hashes, num_known) == 0
     assert server.tiers.tokens_gained(hashes, len(hashes)) == 0
+
+
+def test_private_prompts_are_kept_nowhere() -> None:
+    server, salt = Server(), b"tenant" + PRIVATE
+    private = [BlockKey(hash_) for hash_ in prompt_hashes(PROMPT, BLOCK_SIZE, salt)]
+    for name in ("first", "again"):
+        server.submit(name, PROMPT, salt)
+        server.finish()
+    server.evict()
+    server.submit("last", PROMPT, salt)
+    server.finish()
+    assert server.tier.stats().num_blocks == sum(server.tier.has(key) for key in keys(EVICTING)) > 0
+    assert len(server.memory.index.match([key.hash for key in private])) > 0
+    assert not {*private} & {key for _, key in server.tiers._saver.unsaved(server.memory)}
 
 
 def test_a_server_that_stops_keeps_what_can_be_found() -> None:
