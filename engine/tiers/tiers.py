@@ -146,8 +146,9 @@ class Tiers:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the threads, the writer's when it has written what was copied, or when that took too long."""
+        until_s = self._clock() + timeout_s
         self.reader.close(timeout_s)
-        if self.writer.close(timeout_s):
+        if self.writer.close(max(0.0, until_s - self._clock())):
             self.chain.close()
 
     # Any thread
