@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.tiers.opening import TierOptions, digest, open_tiers
 from penstock.engine.tiers.tiers import Tiers
 from tests.engine.fake_runner import FakeRunner
@@ -16,8 +17,8 @@ RUNNER = FakeRunner(8, 4)
 FACTS = replace(RUNNER.load(), carrier=FakeCarrier(RUNNER))
 
 
-def opened(options: TierOptions, **facts: int | None) -> Tiers | None:
-    return open_tiers(options, replace(FACTS, **facts), lambda *_: 0.0, lambda: None)
+def opened(options: TierOptions, facts: RunnerFacts = FACTS) -> Tiers | None:
+    return open_tiers(options, facts, lambda *_: 0.0, lambda: None)
 
 
 def test_the_nearest_is_asked_first(tmp_path: Path) -> None:
@@ -51,7 +52,8 @@ def test_a_folder_that_cannot_be_used_leaves_the_other_tier(
 def test_a_model_whose_blocks_cannot_be_carried_goes_without(
     num_states: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert opened(TierOptions(weights="w", host_bytes=1), carrier=None, num_states=num_states) is None
+    facts = replace(FACTS, carrier=None, num_states=num_states)
+    assert opened(TierOptions(weights="w", host_bytes=1), facts) is None
     assert why in caplog.text
 
 
