@@ -40,6 +40,32 @@ def test_what_was_copied_comes_back(family: str, kv_dtype: str, is_readonly: boo
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
+class FakeEvent:
+    """The device has done all at once."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def test_they_come_back_by_way_of_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CPU in place of the device, which has no pinned memory."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest))  # noqa: ARG005
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    model = load("llama", tmp_path / "llama")
+    model = replace(model, features=torch.rand(16, model.kv.block_size, 8))
+    copies, data = BlockCopies(model), model.kv.data
+    data.copy_(torch.rand(data.shape))
+    before = data.clone()
+    payloads = copies._from_device([3, 5]).wait()
+    assert [bytes(one) for one in payloads] == [bytes(one) for one in copies.copy_out([3, 5]).wait()]
+    copies._to_device([9, 4], payloads)
+    assert torch.equal(data[:, :, [9, 4]], before[:, :, [3, 5]])
+    assert model.features is not None
+    assert torch.equal(model.features[[9, 4]], model.features[[3, 5]])
+
+
 def test_features_of_tokens_go_along(tmp_path: Path) -> None:
     model = load("llama", tmp_path / "llama")
     features = torch.rand(16, model.kv.block_size, 8).to(torch.bfloat16)
