@@ -148,3 +148,10 @@ def test_nothing_is_passed_on_from_another_server() -> None:
     tier.write(key, KEPT)
     held.ask(BlockKey(held.hashes[0]), key)
     assert held.came() == [content(held.table[0])]
+
+
+def test_blocks_of_private_prompts_are_given_to_nobody() -> None:
+    held = Held(3)
+    held.memory.private.add(held.table[1])
+    held.ask(*map(BlockKey, held.hashes))
+    assert held.came() == [content(held.table[0])]
