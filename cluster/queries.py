@@ -44,8 +44,8 @@ class ReadQuery:
 
     query: RouteQuery
     order: PrefillOrder | None = None
-    """Its prompt, for a replica that computes it for the one that serves the request. None if it has not just one, or if
-    that is private: then its KV stays where it is."""
+    """Its prompt, for a replica that computes it for the one that serves the request; None if it has not just one, or
+    a private one, whose KV stays where it is."""
 
 
 class QueryReader:
