@@ -29,7 +29,17 @@ ACTIONS = {
     "drain": "Ends one replica after its last stream; Ray starts another in its place.",
     "down": "Ends all switches and replicas after their last streams.",
 }
-_PLANNED = {"replicas", "cpus", "gpus", "listen", "replica_port", "surge", "switches", "name"}
+_PLANNED = {
+    "replicas",
+    "prefill_replicas",
+    "cpus",
+    "gpus",
+    "listen",
+    "replica_port",
+    "surge",
+    "switches",
+    "name",
+}
 """Flags of `deploy` that are not settings of a server."""
 _LOOK_S = 0.2
 _MEET_S = 30.0
@@ -59,6 +69,11 @@ def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         metavar="N|N-M",
         help="number of replicas; 2-8 scales between the two with the load. Default: 1.",
+    )
+    add(
+        "--prefill-replicas",
+        metavar="N",
+        help="replicas in addition that compute long prompts for the others. Default: 0.",
     )
     add("--switches", metavar="N", help="number of switches. Default: one on each machine.")
     add("--cpus", metavar="N", help="cores that Ray reserves per replica. Default: --threads, or 1.")
@@ -244,6 +259,10 @@ def _run(plan: Plan, directory: Any, deployments: Any, *, with_switches: bool) -
         OperatorError: something did not start.
     """
     apps = [(plan.replicas_app, deployments.replicas)]
+    if plan.prefill_replicas:
+        apps.append((plan.prefill_app, deployments.prefill))
+    elif plan.prefill_app in deployments.serve.status().applications:
+        deployments.serve.delete(plan.prefill_app)
     if with_switches:
         apps.append((plan.switches_app, deployments.switches))
     for name, build in apps:
@@ -266,7 +285,7 @@ def _is_met(view: ClusterView, plan: Plan) -> bool:
     """Returns whether there are as many replicas as wanted, and every switch knows them."""
     there = [one for one in view.replicas if not one.is_draining]
     return (
-        plan.replicas.least <= len(there) <= plan.replicas.most
+        plan.replicas.least <= len(there) - plan.prefill_replicas <= plan.replicas.most
         and len(there) == len(view.replicas)
         and bool(view.switches)
         and all(one.figures.get("replicas", 0) >= len(there) for one in view.switches)
@@ -326,7 +345,7 @@ def _drain(plan: Plan, directory: Any, name: str, deployments: Any) -> int:
 def _delete(plan: Plan, deployments: Any) -> None:
     """Ends switches first, so that requests in progress finish while all replicas run."""
     serve = deployments.serve
-    for name in (plan.switches_app, plan.replicas_app):
+    for name in (plan.switches_app, plan.replicas_app, plan.prefill_app):
         while name in serve.status().applications:
             try:
                 serve.delete(name)
@@ -344,12 +363,14 @@ def _print_status(plan: Plan, deployments: Any) -> int:
     view: ClusterView = _get(deployments.find_directory(plan).view.remote())
     applications = deployments.serve.status().applications
     is_well = True
-    for name in (plan.switches_app, plan.replicas_app):
+    prefill_apps = [plan.prefill_app] if plan.prefill_app in applications else []
+    for name in (plan.switches_app, *prefill_apps, plan.replicas_app):
         found = applications.get(name)
         state = found.status.value if found is not None else "NOT_STARTED"
         is_well = is_well and state == "RUNNING"
         print(f"{name}: {state.lower().replace('_', ' ')}")
-        for one in view.switches if name == plan.switches_app else view.replicas:
+        listed = {plan.switches_app: view.switches, plan.replicas_app: view.replicas}
+        for one in listed.get(name, ()):
             print(f"  {one.url}  {one.name}  pid {one.pid} on {one.node}  {_doing(one)}")
     for failure in view.failures:
         print(f"  failed: {failure}")

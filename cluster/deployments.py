@@ -33,6 +33,7 @@ from penstock.cluster.directory import BEAT_S, BeatReply, Directory, ModelMismat
 from penstock.cluster.figures import LoadRates
 from penstock.cluster.plan import OF_SWITCH, Plan, PlanError
 from penstock.gateway.endpoints.state import PATH, SECRET_HEADER
+from penstock.priority.routing.state import Role
 
 NAMESPACE = "penstock"
 """The namespace of Ray that the directory's name is in."""
@@ -73,6 +74,23 @@ def open_directory(plan: Plan, secret: str | None = None) -> Any:
 
 def replicas(args: dict[str, Any]) -> Any:
     """Returns the application of the replicas, which Serve's config files name; `args` make a `cluster.plan.Plan`."""
+    plan = _reachable(args)
+    options: dict[str, Any] = {"num_replicas": plan.replicas.least}
+    if not plan.replicas.is_fixed:
+        policy = AutoscalingPolicy(policy_function=scaling.policy)
+        bounds = {"min_replicas": plan.replicas.least, "max_replicas": plan.replicas.most}
+        options = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+    return _replicas(ReplicaKeeper, plan, options)
+
+
+def prefill(args: dict[str, Any]) -> Any:
+    """Returns the application of the replicas that are for prompts alone, like `replicas`."""
+    plan = _reachable(args)
+    return _replicas(PrefillKeeper, plan, {"num_replicas": plan.prefill_replicas})
+
+
+def _reachable(args: dict[str, Any]) -> Plan:
+    """Returns the plan of replicas that switches can reach; raises PlanError."""
     plan = Plan.parse(args)
     num_machines = len(machines())
     if num_machines > 1 and plan.listen == "loopback":
@@ -81,16 +99,15 @@ def replicas(args: dict[str, Any]) -> Any:
             "those of their machines (--listen node, or listen: node), in a network that only you can reach"
         )
     open_directory(plan)
-    options: dict[str, Any] = {"num_replicas": plan.replicas.least}
-    if not plan.replicas.is_fixed:
-        policy = AutoscalingPolicy(policy_function=scaling.policy)
-        bounds = {"min_replicas": plan.replicas.least, "max_replicas": plan.replicas.most}
-        options = {"autoscaling_config": AutoscalingConfig(policy=policy, **bounds)}
+    return plan
+
+
+def _replicas(keeper: type[Keeper], plan: Plan, options: dict[str, Any]) -> Any:
     if plan.surge:
         # Processes that replace others need room beside them: without it they would be waited for in vain.
         options["max_surge_percent"] = 100
     resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
-    return _application(ReplicaKeeper, plan, plan.replica_version(), resources, **options)
+    return _application(keeper, plan, plan.replica_version(), resources, **options)
 
 
 def switches(args: dict[str, Any]) -> Any:
@@ -266,10 +283,14 @@ class ReplicaKeeper(Keeper):
 
     _kind = "replica"
 
+    @property
+    def _role(self) -> Role:
+        return Role.DECODE if self._plan.prefill_replicas else Role.BOTH
+
     async def _start(self) -> Child:
         plan = self._plan
         host = self._node if plan.listen == "node" else "127.0.0.1"
-        variables = plan.environment() | {"PENSTOCK_REPLICA": self._name}
+        variables = plan.environment() | {"PENSTOCK_REPLICA": self._name, "PENSTOCK_ROLE": self._role}
         return await self._start_on(host, plan.replica_port, "serve", variables)
 
     async def _join(self) -> None:
@@ -291,6 +312,14 @@ class ReplicaKeeper(Keeper):
             assert self._child is not None
             self._is_draining = True
             self._child.ask_to_end()
+
+
+class PrefillKeeper(ReplicaKeeper):
+    """Keeps a `penstock serve` for prompts alone."""
+
+    @property
+    def _role(self) -> Role:
+        return Role.PREFILL
 
 
 class SwitchKeeper(Keeper):

@@ -97,10 +97,12 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="penstock", pattern=_NAME)
-    """The cluster's name; its applications are NAME-replicas and NAME-switches."""
+    """The cluster's name; its applications are NAME-replicas, NAME-switches, and NAME-prefill if it has any."""
     settings: dict[str, _Text] = {}
     """Settings of `penstock serve`, by name (max_model_len), for every replica."""
     replicas: Annotated[ReplicaRange, BeforeValidator(_parse_range)] = ReplicaRange(least=1, most=1)
+    prefill_replicas: int = Field(default=0, ge=0, le=1000)
+    """Replicas in addition that are for long prompts alone; the others are then for all other tokens."""
     cpus: float = Field(default=1, ge=0)
     """Cores that Ray sets aside for a replica."""
     gpus: float = Field(default=0, ge=0)
@@ -159,7 +161,9 @@ class Plan(BaseModel):
 
     def replica_version(self) -> str:
         """Returns a text that differs wherever running replicas have to be replaced."""
-        return _digest(self.settings, self.cpus, self.gpus, self.listen, self.replica_port)
+        return _digest(
+            self.settings, self.cpus, self.gpus, self.listen, self.replica_port, self.prefill_replicas > 0
+        )
 
     def switch_version(self) -> str:
         return _digest(self.environment(OF_SWITCH), self.host, self.port)
@@ -167,6 +171,10 @@ class Plan(BaseModel):
     @property
     def replicas_app(self) -> str:
         return f"{self.name}-replicas"
+
+    @property
+    def prefill_app(self) -> str:
+        return f"{self.name}-prefill"
 
     @property
     def switches_app(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.planning.params import Pooling
-from penstock.engine.planning.prefix_index import extend_hashes
+from penstock.engine.planning.prefix_index import PRIVATE, extend_hashes
 from penstock.gateway.endpoints.prefill import PrefillOrder
 from penstock.gateway.endpoints.prompting import Prompting, read_ask
 from penstock.gateway.endpoints.requests import ask_salt
@@ -44,7 +44,8 @@ class ReadQuery:
 
     query: RouteQuery
     order: PrefillOrder | None = None
-    """Its prompt, for a replica that computes it for the one that serves the request; None if it has not just one."""
+    """Its prompt, for a replica that computes it for the one that serves the request; None if it has not just one, or
+    a private one, whose KV stays where it is."""
 
 
 class QueryReader:
@@ -96,6 +97,8 @@ class QueryReader:
         if ask is None or ask.sampling is None or len(prompts) != 1:
             return ReadQuery(query)
         salt, lane = ask_salt(ask, tenant), urgency.lane if urgency.tried is None else urgency.tried
+        if salt.endswith(PRIVATE):
+            return ReadQuery(query)
         order = PrefillOrder(token_ids=prompts[0], salt=salt.hex(), tenant=tenant.name, lane=lane)
         return ReadQuery(query, order)
 

@@ -531,6 +531,8 @@ class Engine:
                 self._deliver(StepReport(outputs=outputs, started_s=now, error=self.error))
             except Exception:
                 log.exception("nobody takes the last outputs")
+        if self._tiers is not None:
+            self._tiers.close()
         self._become(EngineState.FAILED)
 
     def _become(self, state: EngineState) -> None:

@@ -16,11 +16,13 @@ from math import inf
 
 from penstock.engine.engine import EngineState, EngineStats
 from penstock.engine.planning.embedding import Embedding
+from penstock.engine.planning.prefix_index import PRIVATE
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import Request
 from penstock.engine.planning.state_records import StateUse
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.watermark import Watermark
+from penstock.engine.tiers.tiers import TiersUse
 from penstock.gateway.access.idempotency import Idempotency
 from penstock.gateway.access.keys import Access, Client
 from penstock.gateway.access.quotas import Quotas
@@ -311,6 +313,7 @@ class Service:
             "kv_free_blocks": stats.num_free_blocks,
             "kv_cached_blocks": stats.num_cached_blocks,
             "states": _states(stats.states),
+            "tiers": _tiers(stats.tiers),
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
 
@@ -331,7 +334,8 @@ class Service:
         """Notes where the KV of a request is to be taken from, if the switch that sent it said so."""
         if self.kv is not None and (source := source_asked(self.options.cluster_secret or "")) is not None:
             for request in requests:
-                self.kv.expect(source, request.block_hashes)
+                if not request.salt.endswith(PRIVATE):
+                    self.kv.expect(source, request.block_hashes)
 
     def block_map(self) -> dict[str, object] | None:
         """Returns the KV blocks for `/v1/events`, in base64; None before the engine is ready."""
@@ -414,6 +418,22 @@ def _states(use: StateUse) -> dict[str, int] | None:
         if use.num_slots
         else None
     )
+
+
+def _tiers(use: TiersUse) -> dict[str, dict[str, int]] | None:
+    """By tier, what is in it and what was read from it; None if there are none."""
+    told = {
+        name: {
+            "blocks": tier.num_blocks,
+            "bytes": tier.num_bytes,
+            "max_bytes": tier.max_bytes,
+            "hits": tier.num_hits,
+            "read_bytes": tier.bytes_read,
+            "written_bytes": tier.bytes_written,
+        }
+        for name, tier in use.tiers.items()
+    }
+    return told or None
 
 
 def _ms(seconds: float | None) -> int | None:

@@ -17,10 +17,11 @@ __all__ = ["LLM"]
 
 _WHERE = {
     "LLM": "penstock.app.offline.llm",
+    "prefill": "penstock.cluster.deployments",
     "replicas": "penstock.cluster.deployments",
     "switches": "penstock.cluster.deployments",
 }
-"""`penstock:replicas` and `penstock:switches` are what a config file of Ray Serve imports."""
+"""`penstock:replicas`, `penstock:prefill` and `penstock:switches` are what a config file of Ray Serve imports."""
 
 
 def __getattr__(name: str) -> object:

@@ -29,7 +29,8 @@
  * @property {number} streams
  * @property {Record<string, LaneStatus>} lanes
  * @property {{running: number, waiting: number, steps: number, kv_blocks: number, kv_free_blocks: number,
- *   states: ?{slots: number, held: number, snapshots: number}}} engine
+ *   states: ?{slots: number, held: number, snapshots: number},
+ *   tiers: ?Record<string, {blocks: number, bytes: number, hits: number}>}} engine
  *
  * @typedef {{duration_ms: number[], prefill: number[], decode: number[], drafts: number[], accepted: number[]}} Steps
  *   one after the other

@@ -17,6 +17,7 @@ from penstock.priority.simulator.run import Machine
 from penstock.priority.simulator.summary import Summary, summarise
 from penstock.priority.simulator.trace import Arrival
 
+_TIMES = ("TTFT P50", "P90 s", "TPOT P99 ms")
 DEFAULT_ROUTERS = ("prefix", "least", "random", "disaggregated")
 
 
@@ -102,19 +103,14 @@ def run_cell(
 
 def print_cells(cells: Sequence[Cell], policy: LanePolicy) -> None:
     """`policy` is that of the interactive lane."""
-    head = [
-        "replicas",
-        "router",
-        "goodput/s",
-        "kept",
-        "admitted",
-        "refused",
-        "TTFT P50",
-        "P90 s",
-        "TPOT P99 ms",
-    ]
     moves = any(cell.summary.read_share or cell.summary.pulled_share for cell in cells)
-    head += ["hits", "read", "pulled", "busy"] if moves else ["hits", "Jain", "busy"]
+    head = ["replicas", "router", "goodput/s", "kept"]
+    head += (
+        ["refused", *_TIMES, "hits", "read", "pulled"]
+        if moves
+        else ["admitted", "refused", *_TIMES, "hits", "Jain"]
+    )
+    head.append("busy")
     print(f"\n{table(head, [_row(cell, moves=moves) for cell in cells])}\n")
     print(f"{promise_text(policy)}. All figures are of all lanes.")
     print("hits: prompt tokens found in a prefix cache. busy: of the replicas' time, what steps took.")
@@ -135,24 +131,21 @@ def draw_cells(folder: Path, cells: Sequence[Cell], traffic: str, policy: LanePo
 
 
 def _row(cell: Cell, *, moves: bool) -> list[str]:
-    """With `moves`, Jain's index leaves its place to the shares that came from elsewhere."""
+    """With `moves`, other columns leave their place to the shares that came from elsewhere."""
     summary, total = cell.summary, cell.summary.total
     router = cell.router if cell.num_prefill is None else f"{cell.router} {cell.num_prefill}"
+    jain = "-" if summary.jain is None else f"{summary.jain:.2f}"
     return [
         str(cell.num_replicas),
         router,
         f"{summary.goodput:.2f}",
         percent(total.attainment),
-        percent(total.attainment_of_admitted),
+        *(() if moves else (percent(total.attainment_of_admitted),)),
         percent(total.refused / total.offered),
         number(total.ttft_s.p50),
         number(total.ttft_s.p90),
         number(total.tpot_s.p99, 1000),
         percent(summary.hit_rate),
-        *(
-            (percent(summary.read_share), percent(summary.pulled_share))
-            if moves
-            else ("-" if summary.jain is None else f"{summary.jain:.2f}",)
-        ),
+        *((percent(summary.read_share), percent(summary.pulled_share)) if moves else (jain,)),
         percent(summary.busy_share),
     ]

@@ -43,7 +43,10 @@ class BlockCopies:
         if self._device.type == "cpu":
             for block, payload in zip(blocks, payloads, strict=True):
                 self._put(block, _bytes_of(payload))
-            return
+        else:
+            self._to_device(blocks, payloads)
+
+    def _to_device(self, blocks: list[int], payloads: list[Payload]) -> None:
         pinned = torch.empty((len(blocks), self.num_bytes), dtype=torch.uint8, pin_memory=True)
         for row, payload in zip(pinned, payloads, strict=True):
             row.copy_(_bytes_of(payload))

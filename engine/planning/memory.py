@@ -33,7 +33,7 @@ from math import inf
 from penstock.engine.planning.blocks import BlockPool
 from penstock.engine.planning.outside import Content, Outside
 from penstock.engine.planning.prefix_events import Dropped, Found, PrefixLog
-from penstock.engine.planning.prefix_index import PrefixIndex, extend_chain
+from penstock.engine.planning.prefix_index import PRIVATE, PrefixIndex, extend_chain
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.snapshots import Snapshots
 from penstock.engine.planning.state_group import StateGroup, most_running
@@ -90,6 +90,8 @@ class SequenceMemory:
         """Block copies for sequences that started, to be made by the next step."""
         self.outside: Outside | None = None
         """Keeps what is overwritten here, if anybody does."""
+        self.private: set[int] = set()
+        """The blocks of private prompts that can be found; they are not kept outside."""
         self._brought_back: set[int] = set()
         """The blocks whose content it has brought back, and that no sequence has found since."""
 
@@ -366,7 +368,7 @@ class SequenceMemory:
             self.pool.hold(block)
         if num_full and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
             log.add(Found(sequence.block_hashes[num_full - 1]))
-        if self.outside is not None:
+        if self.outside is not None and not sequence.request.salt.endswith(PRIVATE):
             self._note_found(sequence, prefix.entries)
         sequence.prefix, sequence.block_table, sequence.rewritten = None, list(prefix.entries), []
         sequence.num_computed = sequence.num_committed = prefix.num_tokens
@@ -557,37 +559,40 @@ class SequenceMemory:
     def _note_full(self, sequence: Sequence, first: int, entries: list[int]) -> None:
         """Lets the full blocks of a sequence from the `first` on be found, in each of its tables."""
         hashes, num_tables = sequence.block_hashes, self.num_tables
+        is_private = sequence.request.salt.endswith(PRIVATE)
         for place, block in enumerate(entries):
             i, number = first + place // num_tables, place % num_tables
             if self.index.add(hashes[i], block, number, i):
                 self.findable[block] = 1
+                if is_private:
+                    self.private.add(block)
                 if self.log is not None and not number:
                     self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def _note_found(self, sequence: Sequence, entries: list[int]) -> None:
         """Tells who keeps contents outside what a sequence that starts has found, and counts what came from there."""
-        outside, back, num_tables = self.outside, self._brought_back, self.num_tables
-        hashes = sequence.block_hashes
-        assert outside is not None
-        for i, block in enumerate(entries):
-            if block:
-                outside.note_found(block, hashes[i // num_tables], i % num_tables)
+        assert self.outside is not None
+        self.outside.note_found(sequence.block_hashes, entries)
+        back = self._brought_back
         if back and not back.isdisjoint(entries):
-            places = {i // num_tables for i, block in enumerate(entries) if block in back}
+            places = {i // self.num_tables for i, block in enumerate(entries) if block in back}
             if sequence.timings.num_cached_tokens < 0:  # it starts for the first time
                 sequence.timings.num_fetched_tokens = len(places) * self.block_size
             back.difference_update(entries)
 
     def _reuse(self, block: int) -> None:
         """A block is handed out, and will be overwritten."""
-        if self.outside is not None and (key := self.index.key_of(block)) is not None:
-            self.outside.note_reused(block, *key)
+        if self.outside is not None and block not in self.private:
+            key = self.index.key_of(block)
+            if key is not None:
+                self.outside.note_reused(block, *key)
         self._drop(block)
 
     def _drop(self, block: int) -> None:
         """The content of a block is gone, and what can only be found together with it."""
         self.findable[block] = 0
         self._brought_back.discard(block)
+        self.private.discard(block)
         block_hash, table = self.index.drop(block) or (b"", 0)
         if block_hash and not table and self.log is not None:
             self.log.add(Dropped(block_hash))

@@ -30,8 +30,8 @@ class Outside(Protocol):
     def note_reused(self, block: int, block_hash: bytes, table: int) -> None:
         """Notes that a block which could be found will be overwritten by the next step that is launched."""
 
-    def note_found(self, block: int, block_hash: bytes, table: int) -> None:
-        """Notes that a sequence has found a block, which is in its hands now."""
+    def note_found(self, hashes: list[bytes], entries: list[int]) -> None:
+        """Notes the table entries that a sequence has found for the first blocks of a chain; 0 where it needs none."""
 
     def forget(self, block_hash: bytes, table: int) -> None:
         """Drops a content that is not to be trusted, and brings it back no more."""

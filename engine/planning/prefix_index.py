@@ -15,6 +15,9 @@ from itertools import islice
 
 from penstock.engine.planning.request import Request, Sequence
 
+PRIVATE = b"\0private"
+"""The end of the salts of private prompts: their tokens, and what is computed of them, never leave the process."""
+
 _REMEMBERED = 4096
 """The blocks that were dropped last, by which what was looked up before is brought up to date."""
 

@@ -208,13 +208,14 @@ class BlockReader:
         self._room.release()
 
     def close(self, timeout_s: float) -> None:
+        """Ends when each thread has read what it is reading, or when so much time has passed."""
         self._is_closed = True
         for _ in self._threads:
             self.reads.put(None)
             self._room.release()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(timeout_s)
+                thread.join(timeout_s / len(self._threads))
 
     def _run(self) -> None:
         while (read := self.reads.get()) is not None and not self._is_closed:

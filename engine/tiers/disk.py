@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -51,7 +52,7 @@ class DiskTier:
             data = self._folder.read(name)
             payload = None if data is None else unpack(data, key, self._digest)
         except (BadBlock, OSError) as error:
-            self._drop_damaged(name, error)
+            self._give_up(name, error)
             payload = None
         with self._lock:
             self._num_hits += payload is not None
@@ -107,14 +108,15 @@ class DiskTier:
     def close(self) -> None:
         self._folder.close()
 
-    def _drop_damaged(self, name: str, error: Exception) -> None:
-        log.warning("KV blocks on disk: %s is damaged, its tokens are computed again: %s", name, error)
+    def _give_up(self, name: str, error: Exception) -> None:
+        """Gives up a file that is damaged, or cannot be read."""
+        log.warning("KV blocks on disk: %s is lost, its tokens are computed again: %s", name, error)
         with self._lock:
             self._num_failures += 1
-        try:
-            self._folder.delete(name)
-        except OSError:
-            self._folder.files.pop(name, None)
+        self._folder.overlook(name)
+        if isinstance(error, BadBlock):
+            with contextlib.suppress(OSError):
+                self._folder.delete(name)
 
     def _name(self, key: BlockKey) -> str:
         text = key.text

@@ -67,7 +67,14 @@ class BlockFolder:
             raise FolderError(f"{path}: {error.strerror}") from None
 
     def close(self) -> None:
-        os.close(self._marker)
+        marker, self._marker = self._marker, -1
+        if marker >= 0:
+            os.close(marker)
+
+    def overlook(self, name: str) -> None:
+        """Lets a file that cannot be read at present not be counted on, until the folder is looked over again."""
+        with self._known:
+            self.files.pop(name, None)
 
     def look_over(self) -> None:
         """Brings all that is known up to date with the folder; deletes what a killed server left half written."""
@@ -94,7 +101,8 @@ class BlockFolder:
                 num_read = 0
                 while num_read < len(data) and (more := file.readinto(memoryview(data)[num_read:])):
                     num_read += more
-            os.utime(path)
+            with contextlib.suppress(OSError):
+                os.utime(path)
         except FileNotFoundError:
             with self._known:
                 self.files.pop(name, None)

@@ -55,7 +55,8 @@ class Giver:
     def turn(self, memory: SequenceMemory) -> bool:
         """Copies the blocks of one request, for the step thread; returns whether there are more requests.
 
-        What can be found is confirmed, and nobody writes it before the next step is launched.
+        What can be found is confirmed, and nobody writes it before the next step is launched. Blocks of private prompts
+        are given to nobody.
         """
         if not self._asked:
             return False
@@ -63,7 +64,7 @@ class Giver:
         blocks: list[int] = []
         for place, key in enumerate(gift.keys):
             block = memory.index.block_of(*key) if key.table < memory.num_tables else None
-            if block is not None:
+            if block is not None and block not in memory.private:
                 gift.on_device[place] = len(blocks)
                 blocks.append(block)
             elif not self._is_kept(key):

@@ -12,6 +12,8 @@ from penstock.engine.planning.request_queue import StepSeconds
 _FOLLOWING = 0.2
 _FORGOTTEN_S = 60.0
 """A rate that was measured so long ago is not believed any more: the next read measures it again."""
+_MOST_POINTS = 32
+"""The parts of a prompt whose blocks are told apart by the time that they take."""
 
 
 class ReadRate:
@@ -40,10 +42,19 @@ def compute_seconds(step_seconds: StepSeconds, block_size: int, first: int, end:
     """Returns the time that it takes to compute each block from `first` to before `end` of a prompt.
 
     It is what the block adds to a step that computes the prompt up to there; 0 for all while too little was measured.
+    Of a long prompt, neighbouring blocks count as equal: so the work is the same for all.
     """
-    lengths = [block_size * i for i in range(first, end + 1)]
-    whole = [step_seconds(length, 0, length, num_attended(0, length)) for length in lengths]
-    return [max(0.0, after - before) for before, after in pairwise(whole)]
+
+    def whole(depth: int) -> float:
+        length = block_size * depth
+        return step_seconds(length, 0, length, num_attended(0, length))
+
+    stride = -(-(end - first) // _MOST_POINTS)
+    depths = [*range(first, end, stride), end]
+    seconds: list[float] = []
+    for (start, stop), (before, after) in zip(pairwise(depths), pairwise(map(whole, depths)), strict=True):
+        seconds += [max(0.0, after - before) / (stop - start)] * (stop - start)
+    return seconds
 
 
 class Reads:

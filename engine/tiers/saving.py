@@ -28,12 +28,15 @@ class Saver:
         self._chain, self._writer, self._carrier = chain, writer, carrier
         self._reused: dict[int, BlockKey] = {}
         self._found: dict[BlockKey, int] = {}
+        self._seen: set[int] = set()
+        """The blocks that were found, and not overwritten since: nothing is to be done when they are found again."""
         self._most_found = max(1, _FOUND_BYTES // max(1, carrier.num_bytes))
         self.num_lost = 0
         """Blocks that were overwritten while too many waited to be written."""
 
     def note_reused(self, block: int, key: BlockKey) -> None:
         self._found.pop(key, None)
+        self._seen.discard(block)
         if self._is_kept(key):
             return
         if len(self._reused) < self._writer.room:
@@ -41,9 +44,14 @@ class Saver:
         else:
             self.num_lost += 1
 
-    def note_found(self, block: int, key: BlockKey) -> None:
-        if len(self._found) < _MOST_FOUND and not self._is_kept(key):
-            self._found[key] = block
+    def note_found(self, hashes: list[bytes], entries: list[int], num_tables: int) -> None:
+        seen = self._seen
+        for i, block in enumerate(entries):
+            if block and block not in seen and len(self._found) < _MOST_FOUND:
+                seen.add(block)
+                key = BlockKey(hashes[i // num_tables], i % num_tables)
+                if not self._is_kept(key):
+                    self._found[key] = block
 
     def forget(self, key: BlockKey) -> None:
         self._found.pop(key, None)
@@ -53,6 +61,7 @@ class Saver:
         """Forgets all that was noted: the blocks are another memory's now."""
         self._reused.clear()
         self._found.clear()
+        self._seen.clear()
 
     def save(self, memory: SequenceMemory) -> None:
         """Copies what was noted, as much of it as there is room for. Called before a step is launched."""
@@ -74,7 +83,7 @@ class Saver:
         held = [block for block, is_findable in enumerate(memory.findable) if is_findable and counts[block]]
         for block in (*held, *reversed(free)):
             key = memory.index.key_of(block)
-            if key is not None and not self._is_kept(BlockKey(*key)):
+            if key is not None and block not in memory.private and not self._is_kept(BlockKey(*key)):
                 yield block, BlockKey(*key)
 
     def copy(self, chosen: dict[int, BlockKey]) -> None:

@@ -100,8 +100,8 @@ class Tiers:
     def note_reused(self, block: int, block_hash: bytes, table: int) -> None:
         self._saver.note_reused(block, BlockKey(block_hash, table))
 
-    def note_found(self, block: int, block_hash: bytes, table: int) -> None:
-        self._saver.note_found(block, BlockKey(block_hash, table))
+    def note_found(self, hashes: list[bytes], entries: list[int]) -> None:
+        self._saver.note_found(hashes, entries, self._memory.num_tables)
 
     def forget(self, block_hash: bytes, table: int) -> None:
         self._saver.forget(BlockKey(block_hash, table))
@@ -158,9 +158,10 @@ class Tiers:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the threads, the writer's when it has written what was copied, or when that took too long."""
+        until_s = self._clock() + timeout_s
         self.giver.close()
         self.reader.close(timeout_s)
-        if self.writer.close(timeout_s):
+        if self.writer.close(max(0.0, until_s - self._clock())):
             self.chain.close()
 
     # Any thread

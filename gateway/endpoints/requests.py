@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.engine.planning.params import Branch, SamplingParams
-from penstock.engine.planning.prefix_index import with_hashes
+from penstock.engine.planning.prefix_index import PRIVATE, with_hashes
 from penstock.engine.planning.request import Request
 from penstock.engine.text.bans import Words
 from penstock.engine.text.grammar import CompiledGrammar, Grammar
@@ -20,7 +20,6 @@ from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
 from penstock.gateway.reply.generation import LOGPROB_BYTES
 from penstock.gateway.service import Service
-from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from penstock.gateway.sessions.recordings.frames import MAX_KEPT_BYTES
 from penstock.gateway.sessions.responses.threads import NO_THREAD, Thread
 from penstock.gateway.wire.ask import Ask, ChatPrompt, Turn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _routing(options: argparse.Namespace) -> Figures:
 
 
 def _tiers(options: argparse.Namespace) -> Figures:
-    folder = ensure_checkpoint(LLAMA_135M)
+    folder = ensure_checkpoint(replace(LLAMA_135M, name=f"{LLAMA_135M.name}-long", max_length=16_384))
     return measure_tiers(folder, "auto", 2_000 if options.quick else 8_000, 1 if options.quick else 3)
 
 

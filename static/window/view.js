@@ -97,6 +97,19 @@ const CHARTS = [
     isOptional: true,
   },
   {
+    title: "KV blocks kept outside of the cache",
+    series: [
+      { label: "on disk", color: "water", area: true },
+      { label: "in host memory", color: "leaf" },
+    ],
+    values: (history) => [
+      history.series(({ server }) => server.engine.tiers?.disk?.blocks ?? null),
+      history.series(({ server }) => server.engine.tiers?.host?.blocks ?? null),
+    ],
+    least: 4,
+    isOptional: true,
+  },
+  {
     title: "Prefix cache hits",
     series: [{ label: "of ten seconds' prompt tokens", color: "leaf", area: true }],
     values: ratio("prefix_hit_tokens", "prefix_query_tokens"),

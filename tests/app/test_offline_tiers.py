@@ -75,7 +75,7 @@ def test_damaged_files_are_computed_again(
     with make(kv_disk=tmp_path) as llm, caplog.at_level(logging.WARNING):
         assert text(answer(llm, PROMPTS[0])) == expected[0]
         assert llm.tiers_use.num_fetched_blocks == 0
-    assert "is damaged, its tokens are computed again" in caplog.text
+    assert "is lost, its tokens are computed again" in caplog.text
 
 
 def test_another_model_or_type_finds_nothing(expected: list[str], tmp_path: Path) -> None:

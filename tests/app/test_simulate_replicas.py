@@ -62,14 +62,18 @@ def test_splits_are_listed_best_first_with_the_roles_to_run(
     penstock: Simulate, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "f.json"
-    small = ("--replicas", "3", "--rate", "3", "--duration", "10", "--scale", "0.2")
+    small = ("--replicas", "3", "--rate", "3", "--duration", "10", "--scale", "0.2", "--beta-s", "0.001")
     assert penstock(*small, "--splits", "--pull", "--tier-tokens", "9000", "--json", path) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 110
     cells = json.loads(path.read_text())["replicas"]
     assert sorted(cell["num_prefill"] or 0 for cell in cells) == [0, 1, 2]
-    kept = [cell["summary"]["total"]["attainment"] for cell in cells]
-    assert kept == sorted(kept, reverse=True)
+    merits = [
+        (one["total"]["attainment"], one["goodput"], -one["total"]["ttft_s"]["p50"])
+        for one in (cell["summary"] for cell in cells)
+    ]
+    assert merits == sorted(merits, reverse=True)
+    assert len(set(merits)) == 3
     best = cells[0]["num_prefill"]
     roles = (
         f"{best} with --role prefill, {3 - best} with --role decode"

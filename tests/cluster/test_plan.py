@@ -61,6 +61,9 @@ def test_only_what_a_process_is_started_with_makes_it_start_anew() -> None:
     plan = Plan.parse({"settings": {"model": "m"}})
     scaled = plan.model_copy(update={"replicas": Plan.parse({"replicas": "2-8"}).replicas})
     assert scaled.replica_version() == plan.replica_version()
+    # With replicas for prompts the others have another role; how many there are is all the same.
+    apart, more = (Plan.parse({"settings": {"model": "m"}, "prefill_replicas": num}) for num in (1, 2))
+    assert apart.replica_version() == more.replica_version() != plan.replica_version()
     tuned = Plan.parse({"settings": {"model": "m", "max_num_seqs": "8"}})
     assert tuned.replica_version() != plan.replica_version()
     assert tuned.switch_version() == plan.switch_version()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from importlib.util import find_spec
 
+import httpx
 import pytest
 
 from loadtests.local_ray import LocalRay
@@ -54,3 +55,24 @@ async def test_a_cluster_is_deployed_loses_a_replica_shrinks_and_ends() -> None:
                 await cluster.run("status")
             with pytest.raises(OSError, match=str(port)):
                 await asyncio.open_connection("127.0.0.1", port)
+
+
+@needs_ray
+async def test_replicas_for_prompts_run_beside_the_others() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = port_of(listener)
+    with LocalRay(num_cpus=2) as ray:
+        cluster = Cluster(ray)
+        async with asyncio.timeout(LIFE_S):
+            common = f"--port {port} --threads 1 --warm-up-tokens 0".split()
+            text = await cluster.run("deploy", "--replicas", "1", "--prefill-replicas", "1", *common)
+            assert "penstock-prefill: running" in text
+            status = Status.parse(text)
+            assert len(status.replicas) == 2
+            url = status.switches[0].url
+            body = {"model": "penstock-demo", "prompt": [300 + i % 50 for i in range(600)], "max_tokens": 2}
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+                metrics = (await http.get("/metrics")).text
+            assert "penstock_switch_computed_elsewhere_total 1" in metrics
+            assert await cluster.run("down") == "penstock is down\n"

@@ -79,6 +79,21 @@ async def test_one_computes_the_prompt_and_the_other_takes_its_kv_from_there() -
         assert found.switch.router.num_reserved == 0
 
 
+async def test_a_private_prompt_is_computed_where_it_goes_on_and_taken_from_nobody() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found, asking(found, store=False) as reply:
+        is_answering(then, await then.taken())
+        assert (await reply).headers["x-penstock-replica"] == "decode"
+        assert found.switch.metrics.computed_elsewhere.value == 0
+    ticket, address = ticket_of(SECRET, "ab", 1), "http://127.0.0.1:9"
+    headers = {TICKET_HEADER: ticket, SOURCE_HEADER: source_of(SECRET, ticket, address)}
+    async with client(then.app) as http:
+        for store in (False, None):
+            body = chat_body(LONG, store=store)
+            await then.answering(http.post(CHAT, json=body, headers=headers), "a")
+    assert [source for source, _ in expected_at(then)] == [address]
+
+
 async def test_a_short_prompt_is_computed_where_it_goes_on() -> None:
     first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
     async with cluster(first, then) as found:

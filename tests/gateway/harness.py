@@ -31,6 +31,7 @@ from penstock.engine.planning.text_sink import TextSink
 from penstock.engine.planning.timings import Timings
 from penstock.engine.text.grammars import Grammars
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.tiers.tiers import TiersUse
 from penstock.gateway.app import create_app
 from penstock.gateway.dispatch import Tracing
 from penstock.gateway.http.protocol import GatewayProtocol
@@ -88,6 +89,7 @@ class FakeEngine:
         """By KV block; block 0 is none. Without any there is no pool, for now."""
         self.findable = bytearray(33)
         self.states = StateUse()
+        self.tiers = TiersUse()
         self.on_wake: Callable[[], None] = lambda: None
 
     def longest(self, keeping: Keeping | None) -> int:
@@ -117,6 +119,7 @@ class FakeEngine:
             max_batch_tokens=512,
             max_num_seqs=8,
             states=self.states,
+            tiers=self.tiers,
         )
 
     def block_map(self) -> BlockMap | None:

@@ -33,7 +33,12 @@ KV = {
 }
 
 
-def server_event(*, waiting: int = 0, states: dict[str, int] | None = None) -> tuple[str, Any]:
+def server_event(
+    *,
+    waiting: int = 0,
+    states: dict[str, int] | None = None,
+    tiers: dict[str, dict[str, int]] | None = None,
+) -> tuple[str, Any]:
     lane = {"waiting": waiting, "forecast_ttft_ms": 1200, "promised_ttft_ms": 1000, "attainment": 0.98}
     engine = {
         "running": 3,
@@ -45,6 +50,7 @@ def server_event(*, waiting: int = 0, states: dict[str, int] | None = None) -> t
         "kv_free_blocks": 52,
         "kv_cached_blocks": 20,
         "states": states,
+        "tiers": tiers,
     }
     return "server", {"state": "ready", "streams": 3, "lanes": {"interactive": lane}, "engine": engine}
 
@@ -161,6 +167,13 @@ def test_states_are_shown_of_a_model_that_has_some(page: Page, server: ScriptedS
     expect(chart(window, "States kept")).to_be_hidden()
     server.told += [server_event(states={"slots": 40, "held": 3, "snapshots": 12}), steps_event(1000.0)]
     expect(chart(window, "States kept").locator(".values")).to_have_text("3 of sequences12 snapshots")
+
+
+def test_tiers_are_shown_where_there_are_some(page: Page, server: ScriptedServer) -> None:
+    window, title = open_window(page, server), "KV blocks kept outside of the cache"
+    expect(chart(window, title)).to_be_hidden()
+    server.told += [server_event(tiers={"disk": {"blocks": 40}}), steps_event(1000.0)]
+    expect(chart(window, title).locator(".values")).to_contain_text("40 on disk")
 
 
 def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedServer) -> None:

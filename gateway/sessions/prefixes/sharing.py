@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.planning.prefix_index import block_hash, chain_start, prompt_hashes
+from penstock.engine.planning.prefix_index import PRIVATE, block_hash, chain_start, prompt_hashes
 from penstock.gateway.background import every, meanwhile
 from penstock.gateway.errors import invalid
 from penstock.gateway.off_loop import TOKEN_BYTES, off_loop
@@ -20,8 +20,6 @@ from penstock.priority.lanes import Lane
 
 log = logging.getLogger("penstock.gateway")
 
-PRIVATE = b"\0private"
-"""Salts end with this where the tokens of their prompts stay in this process."""
 MAX_WARMED_BLOCKS = 4_096
 """The store is asked for so many blocks at most, however many tokens may be computed again."""
 TENANT = "warm-up"

@@ -133,3 +133,25 @@ def test_who_asks_too_much_or_too_late_is_answered() -> None:
     assert 0 < len(held.given) < 100
     held.giver.close()
     assert held.given == [[]] * 100
+
+
+class Passing(HostTier):
+    """Has what others have."""
+
+    keeps = False
+
+
+def test_nothing_is_passed_on_from_another_server() -> None:
+    tier = Passing(1 << 20)
+    held = Held(2, tiers=[tier])
+    key = BlockKey(b"k" * 16)
+    tier.write(key, KEPT)
+    held.ask(BlockKey(held.hashes[0]), key)
+    assert held.came() == [content(held.table[0])]
+
+
+def test_blocks_of_private_prompts_are_given_to_nobody() -> None:
+    held = Held(3)
+    held.memory.private.add(held.table[1])
+    held.ask(*map(BlockKey, held.hashes))
+    assert held.came() == [content(held.table[0])]

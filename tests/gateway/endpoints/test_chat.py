@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.planning.prefix_index import PRIVATE
 from penstock.engine.planning.request import FinishReason
 from penstock.gateway.limits import Limits
 from penstock.gateway.service import ServiceOptions
-from penstock.gateway.sessions.prefixes.sharing import PRIVATE
 from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs
 
 pytestmark = pytest.mark.anyio

@@ -19,6 +19,8 @@ from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.state_records import StateUse
 from penstock.engine.planning.step import ExpertUse
 from penstock.engine.planning.timings import NO_SECONDS, DraftCount, DraftSeconds
+from penstock.engine.tiers.tier import TierStats
+from penstock.engine.tiers.tiers import TiersUse
 from penstock.gateway.access.keys import Client, digest_of
 from penstock.gateway.endpoints import events
 from penstock.gateway.service import ServiceOptions
@@ -91,6 +93,30 @@ async def test_the_state_of_the_server_and_its_lanes() -> None:
             assert told["lanes"]["standard"]["waiting"] == 0
             assert told["lanes"]["standard"]["attainment"] == 1.0
             assert told["engine"]["output_tokens"] == 1
+
+
+async def test_what_is_in_tiers_is_told_where_there_are_some() -> None:
+    gateway = Gateway()
+    stats = TierStats(num_blocks=7, num_bytes=700, max_bytes=1000, num_hits=3, bytes_read=300)
+    gateway.engine.tiers = TiersUse(tiers={"disk": stats}, num_fetched_blocks=3, seconds_saved=1.5)
+    told = gateway.service.status()["engine"]["tiers"]  # type: ignore[index]
+    assert told["disk"] == {
+        "blocks": 7,
+        "bytes": 700,
+        "max_bytes": 1000,
+        "hits": 3,
+        "read_bytes": 300,
+        "written_bytes": 0,
+    }
+    shown = gateway.service.render_metrics().decode().splitlines()
+    assert {
+        'penstock_kv_tier_blocks{tier="disk"} 7.0',
+        'penstock_kv_tier_bytes{tier="disk"} 700.0',
+        'penstock_kv_tier_hits_total{tier="disk"} 3.0',
+        "penstock_kv_tiers_fetched_blocks_total 3.0",
+        "penstock_kv_tiers_saved_seconds_total 1.5",
+    } <= {*shown}
+    assert Gateway().service.status()["engine"]["tiers"] is None  # type: ignore[index]
 
 
 async def test_what_becomes_of_states_is_told_where_there_are_some() -> None:

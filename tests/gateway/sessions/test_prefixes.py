@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from penstock.engine.engine import Engine
 from penstock.engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
-from penstock.engine.planning.prefix_index import extend_hashes, prompt_hashes
+from penstock.engine.planning.prefix_index import PRIVATE, extend_hashes, prompt_hashes
 from penstock.engine.planning.report import StepReport
 from penstock.engine.planning.request import FinishReason
 from penstock.engine.planning.scheduler import SchedulerLimits
 from penstock.gateway.errors import ApiError
 from penstock.gateway.service import ServiceOptions
 from penstock.gateway.sessions.prefixes.sharing import (
-    PRIVATE,
     PrefixLocator,
     PrefixWriter,
     WarmUp,

@@ -116,7 +116,7 @@ def test_those_excluded_draining_silent_or_gone_are_passed_over() -> None:
 # Together with a source
 
 
-BUSY = load(queued=10_000, pull_rate=1e6)
+BUSY = load({Lane.INTERACTIVE: LaneWork(num_running=1, num_prefill_left=10_000)}, pull_rate=1e6)
 FAST = load(pull_rate=1e6)
 
 
