@@ -12,13 +12,28 @@ struct Nibbles {
     V low, high;
 };
 
-// The numbers of as many pairs as V has lanes, without their scales.
+// As many bytes as V has lanes.
 template <class V>
-PENSTOCK_INLINE Nibbles<V> load_nibbles(const Int4Pair* from) {
+PENSTOCK_INLINE IntsOf<V> load_bytes(const Int4Pair* from) {
+#if PENSTOCK_AVX512
+    if constexpr (sizeof(V) == 64)
+        return (IntsOf<V>)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    else
+#endif
+#if PENSTOCK_AVX2
+        return (IntsOf<V>)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
     typedef uint8_t Bytes __attribute__((vector_size(sizeof(V) / 4)));
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
-    const IntsOf<V> both = __builtin_convertvector(bytes, IntsOf<V>);
+    return __builtin_convertvector(bytes, IntsOf<V>);
+#endif
+}
+
+// The numbers of as many pairs as V has lanes, without their scales.
+template <class V>
+PENSTOCK_INLINE Nibbles<V> load_nibbles(const Int4Pair* from) {
+    const IntsOf<V> both = load_bytes<V>(from);
     return {__builtin_convertvector((both & 15) - 8, V), __builtin_convertvector((both >> 4) - 8, V)};
 }
 
