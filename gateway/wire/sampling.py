@@ -72,11 +72,12 @@ def keeping_of(body: SamplingFields, limits: KeepLimits) -> Keeping | None:
     Raises:
         ApiError: 400, if so many tokens cannot be kept.
     """
-    if mistake := limits.mistake(body.kv_keep or 0):
-        raise invalid(f"'kv_keep' {mistake}.", "kv_keep")
-    if body.use_beam_search:
+    num_tokens = limits.default if body.kv_keep is None else body.kv_keep
+    if not num_tokens:
         return None
-    return limits.keeping(limits.default if body.kv_keep is None else body.kv_keep)
+    if mistake := limits.mistake(num_tokens):
+        raise invalid(f"'kv_keep' {mistake}.", "kv_keep")
+    return None if body.use_beam_search else Keeping.of(num_tokens, limits.block_size)
 
 
 class MaxTokens(NamedTuple):
