@@ -217,7 +217,8 @@ class Seats:
             is_next = chunk.start == seat.length == seat.sampled_at and chunk.num_tokens == 1
             sequence, known = chunk.sequence, seat.table
             is_known = (
-                len(sequence.block_table) == known.num_blocks
+                sequence.block_table is known.blocks
+                and len(sequence.block_table) == known.num_blocks
                 and len(sequence.rewritten) == known.num_rewritten
                 and sequence.num_dropped == seat.num_dropped
             )

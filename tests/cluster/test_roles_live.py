@@ -93,14 +93,18 @@ async def test_texts_are_those_of_a_single_server(redis_url: str) -> None:
         assert switch.metrics.computed_elsewhere.value == len(apart)
         async with client(f"http://{servers[0].host}:{servers[0].port}") as single:
             whole = [await single.post("/v1/completions", json=body_of(seed)) for seed in range(6)]
+        num_taken = 0
         for one, other in zip(apart, whole, strict=True):
             assert one.status_code == 200, one.text
             assert one.headers["x-penstock-replica"] in ("r1", "r2")
             assert one.json()["choices"] == other.json()["choices"]
             usage = one.json()["usage"]
             num_whole = (usage["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
-            # It has never seen the prompt: all of its whole blocks came from the other server.
-            assert usage["prompt_tokens_details"]["cached_tokens"] == num_whole
+            num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+            # It has never seen the prompt: its whole blocks came from the other server, or were computed sooner here.
+            assert num_cached <= num_whole
+            num_taken += num_cached
+        assert num_taken
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,15 @@ def test_a_new_block_is_all_that_is_sent_of_a_longer_table(monkeypatch: pytest.M
     assert inputs_of(seats, placed).batch.block_tables[0].tolist() == [5, 6]
 
 
+def test_another_table_of_the_same_length_is_sent() -> None:
+    seats = seats_of(2, 4)
+    sequence = sequence_of("a", 3, blocks=[5])
+    launch(seats, plan_of(whole(sequence)), [7])
+    sequence.block_table = [6]
+    batch = launch(seats, plan_of(Chunk(sequence, 3, 1, samples=True)), [8])
+    assert batch.block_tables[0].tolist() == [6]
+
+
 def test_tokens_move_up_where_some_were_dropped() -> None:
     """The table is as long as before, and starts anew elsewhere; the number of the next output token is as ever."""
     seats = seats_of(2, 8)

@@ -53,6 +53,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "tpot_ms": 20.0,
         "cached_tokens": 4,
         "fetched_tokens": 0,
+        "kv_dropped_tokens": 0,
         "prompt_tokens": 6,
         "promised_ttft_ms": None,
         "predicted_ttft_ms": None,
