@@ -23,6 +23,8 @@ from penstock.engine.quant.rotation import block_size
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
 """Without maxnreg, ptxas keeps to 32 registers, and puts off loads until it has room for them."""
+_PACKED = OPTIONS | {"maxnreg": 128}
+"""Numbers in 4 bits take more; with fewer, some would be spilled."""
 ROWS_PER_PROGRAM = 128
 
 
@@ -56,6 +58,7 @@ def rotate_and_write(
         numbers, scales = (None, None) if layer_kv is None else numbers_and_scales(layer_kv)
         values_offset, block_stride = (0, 0) if numbers is None else numbers.stride()[:2]
         format = None if numbers is None else KVFormat.of(numbers.dtype)
+        is_packed = format is not None and format.is_packed
         groups = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_PER_PROGRAM)
         rotate_and_write_kernel[num_tokens, groups](
             qkv.contiguous(),
@@ -80,10 +83,10 @@ def rotate_and_write(
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
             BLOCK_STRIDE=block_stride,
-            SHARING=shape.group(format) if format is not None and format.is_packed else 0,
+            SHARING=shape.group(format) if is_packed and format is not None else 0,
             GROUP=HEADS_PER_PROGRAM,
             PAIRS=triton.next_power_of_2(shape.head_dim // 2),
-            **OPTIONS,
+            **(_PACKED if is_packed else OPTIONS),
         )
     return queries
 
