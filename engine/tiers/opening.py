@@ -55,7 +55,7 @@ def open_tiers(
         why = "layers keep a state" if facts.num_states else "it runs in several processes"
         log.warning("no KV block outlives its place in memory: that is not possible for this model, %s", why)
         return None
-    tiers: list[Tier] = []
+    own, tiers, peers = digest(options, carrier.layout), list[Tier](), None
     if options.host_bytes:
         tiers.append(HostTier(options.host_bytes))
         log.info("KV blocks in host memory: at most %s", size_text(options.host_bytes))
@@ -65,8 +65,7 @@ def open_tiers(
         except FolderError as error:
             log.error("no KV blocks on disk: %s", error)
         else:
-            tiers.append(DiskTier(folder, digest(options, carrier.layout)))
-    own, peers = digest(options, carrier.layout), None
+            tiers.append(DiskTier(folder, own))
     if options.peer_headers is not None:
         peers = PeerTier(own, carrier.num_bytes, options.peer_headers)
         tiers.append(peers)
