@@ -509,7 +509,7 @@ class Engine:
         """Checks that every block is free while no sequence runs; if one is not, the pool starts afresh."""
         self._proven = True
         try:
-            scheduler.sequences.check()
+            scheduler.memory.check_idle()
         except PoolViolation as violation:
             log.error("KV pool violation, starting it afresh: %s", violation)
             self._num_pool_violations += 1

@@ -137,6 +137,11 @@ class BlockPool:
                 self._returning.append((step, [block]))
 
     @property
+    def is_free(self) -> bool:
+        """Whether nobody holds any block, as far as the count of free ones says it: a pool of any size is as quick."""
+        return self.num_free == self.num_blocks - 1
+
+    @property
     def num_returning(self) -> int:
         """Blocks that will be free once the steps in flight have come back."""
         return sum(self.ref_counts[block] == n for block, n in self._references_returning().items())

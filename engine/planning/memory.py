@@ -199,6 +199,17 @@ class SequenceMemory:
         if self.states is not None:
             self.states.check(everybody)
 
+    def check_idle(self) -> None:
+        """Like `check` without a sequence, but looks at single blocks only where one is held.
+
+        Raises:
+            PoolViolation: if a block is held, or a state slot by anything but a snapshot.
+        """
+        if not self.pool.is_free:
+            self.pool.check(())
+        if self.states is not None:
+            self.states.check(())
+
     # Steps in flight
 
     @property

@@ -116,6 +116,10 @@ class RankedMemory:
         for part, own in zip(self.parts, self._by_rank(sequences), strict=True):
             part.check(own)
 
+    def check_idle(self) -> None:
+        for part in self.parts:
+            part.check_idle()
+
     def _by_rank(self, sequences: Iterable[Sequence]) -> list[list[Sequence]]:
         everybody = list(sequences)
         return [[s for s in everybody if s.rank == rank] for rank in range(len(self.parts))]

@@ -183,3 +183,8 @@ def test_of_a_prompt_that_is_cached_only_what_is_new_is_computed() -> None:
     planning.submit("longer", LONG + 64)
     plan = planning.step()
     assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(LONG, 64)]
+
+
+def test_nobody_waits_for_the_check_of_an_idle_pool_however_large() -> None:
+    small, large = (SequenceMemory(num_blocks, BLOCK_SIZE) for num_blocks in (20, 20_000))
+    assert num_instructions(small.check_idle) == num_instructions(large.check_idle)

@@ -191,3 +191,11 @@ def test_the_source_of_a_copy_outlives_the_step_before() -> None:
     assert source not in tables.pool.free_blocks()
     tables.end_step(second)
     assert source in tables.pool.free_blocks()
+
+
+def test_the_check_of_an_idle_pool_names_the_block_that_is_held() -> None:
+    memory = SequenceMemory(20, 4)
+    memory.check_idle()
+    block = memory.pool.allocate()
+    with pytest.raises(PoolViolation, match=f"block {block}: 1 references, 0 holders"):
+        memory.check_idle()
