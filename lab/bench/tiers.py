@@ -1,4 +1,5 @@
-"""Measures the first token of a long prompt: computed, and read back from host memory, from disk, and after a restart.
+"""Measures the first token of a long prompt: computed, and read back from host memory, from disk, and after a restart;
+and what reading it back costs streams that run meanwhile.
 
 Each prompt is as long as the KV cache is large, so that every other prompt evicts it. Before a server restarts, the
 files are synced and dropped from the page cache, so that they come from the disk itself.
@@ -10,11 +11,15 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from typing import Any
 
 from penstock.app.bench.runs import say
+from penstock.app.bench.statistics import percentile
 from penstock.app.offline.llm import LLM
 from penstock.engine.tiers.folder import SUFFIX
 
@@ -23,10 +28,17 @@ Row = dict[str, Any]
 _BLOCK_SIZE = 16
 _VOCABULARY = 16_000
 _PATIENCE_S = 60.0
+_STREAMS = 4
+_STREAM_TOKENS = 600
+_ALONE_S = 4.0
 
 
 def measure_tiers(folder: Path, dtype: str, num_tokens: int, num_rounds: int) -> Row:
-    """Returns the median seconds to the first token of each way; `num_tokens` are those of a prompt."""
+    """Returns the median seconds to the first token of each way, and the streams' milliseconds between two tokens.
+
+    Args:
+        num_tokens: those of a prompt.
+    """
     with tempfile.TemporaryDirectory() as place:
         bench = TierBench(folder, dtype, num_tokens, Path(place) / "kv")
         return bench.measure(num_rounds)
@@ -52,6 +64,9 @@ class TierBench:
             with self._start(kv_disk=self._place, kv_host_bytes=8 << 30) as llm:
                 restart += [self._first_token(llm, prompt) for prompt in self._prompts]
                 host += [self._first_token(llm, prompt) for prompt in self._prompts]
+        say("beside streams")
+        with self._start(_STREAMS * _STREAM_TOKENS, kv_disk=self._place) as llm:
+            gaps = [self._gaps_ms(llm) for _ in range(2 * num_rounds)][1:]
         return {
             "num_tokens": self._num_tokens,
             "bytes_per_token": stats.bytes_read / max(1, stats.num_hits) / _BLOCK_SIZE,
@@ -59,11 +74,14 @@ class TierBench:
             "disk_s": median(disk),
             "restart_s": median(restart),
             "host_s": median(host),
+            "itl_alone_ms": median(alone for alone, _ in gaps),
+            "itl_beside_ms": median(beside for _, beside in gaps),
+            "itl_ratio": median(beside / alone for alone, beside in gaps),
             "read_bytes_per_s": stats.bytes_read / max(1e-9, stats.read_seconds),
         }
 
-    def _start(self, **settings: Any) -> LLM:
-        num_blocks = self._num_tokens // _BLOCK_SIZE + 8
+    def _start(self, num_tokens_beside: int = 0, **settings: Any) -> LLM:
+        num_blocks = (self._num_tokens + num_tokens_beside) // _BLOCK_SIZE + 8
         llm = LLM(
             self._folder, device="cpu", dtype=self._dtype, num_blocks=num_blocks, progress=False, **settings
         )
@@ -75,6 +93,36 @@ class TierBench:
         started = time.perf_counter()
         llm.generate([prompt], max_tokens=1)
         return time.perf_counter() - started
+
+    def _gaps_ms(self, llm: LLM) -> tuple[float, float]:
+        """The P99 of the times between two tokens of streams: alone, and while both prompts are read back."""
+        times: list[list[float]] = [[] for _ in range(_STREAMS)]
+        warm, over = Event(), Event()
+
+        def read() -> None:
+            prompts = [[number + 1] * _BLOCK_SIZE for number in range(_STREAMS)]
+            for piece in llm.stream(prompts, max_tokens=_STREAM_TOKENS, ignore_eos=True):
+                times[piece.prompt].append(time.perf_counter())
+                if len(times[-1]) == _BLOCK_SIZE:
+                    warm.set()
+                if over.is_set():
+                    return
+
+        def meanwhile(work: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            work()
+            ended = time.perf_counter()
+            inside = [[at for at in each if began <= at <= ended] for each in times]
+            return percentile([after - at for each in inside for at, after in pairwise(each)], 99) * 1000
+
+        reader = Thread(target=read)
+        reader.start()
+        warm.wait(_PATIENCE_S)
+        alone = meanwhile(lambda: time.sleep(_ALONE_S))
+        beside = meanwhile(lambda: [self._first_token(llm, prompt) for prompt in self._prompts])
+        over.set()
+        reader.join()
+        return alone, beside
 
     def _settle(self, llm: LLM) -> None:
         """Waits until nothing more is written."""
@@ -106,4 +154,8 @@ def print_tiers(figures: Row) -> None:
         ("host_s", "from host memory"),
     ):
         print(f"  {text:<34}{figures[name]:8.2f} s {computed_s / figures[name]:7.1f} times")
+    print(
+        f"  {_STREAMS} streams beside it, P99 between two tokens: {figures['itl_alone_ms']:.1f} ms alone, "
+        f"{figures['itl_beside_ms']:.1f} ms while it is read from disk, {figures['itl_ratio']:.2f} times"
+    )
     print(f"  a reading thread reads {figures['read_bytes_per_s'] / 1e9:.2f} GB/s")

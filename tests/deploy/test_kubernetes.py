@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from penstock.app.settings import Settings
+from penstock.priority.routing.state import Role
 from tests.deploy.files import KUBERNETES
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 VERSIONS = ("1.28", "1.34")
+PREFILL = "penstock-prefill"
 
 Resources = dict[tuple[str, str], Any]
 """Resources by kind and name."""
@@ -50,6 +52,15 @@ def is_cluster(resources: Resources) -> bool:
     return ("Deployment", "penstock-switch") in resources
 
 
+def num_prefill(resources: Resources) -> int:
+    """Replicas that compute prompts alone."""
+    return resources["StatefulSet", PREFILL]["spec"]["replicas"] if has_roles(resources) else 0
+
+
+def has_roles(resources: Resources) -> bool:
+    return ("StatefulSet", PREFILL) in resources
+
+
 def of_kind(resources: Resources, *kinds: str) -> Iterator[Any]:
     return (one for (kind, _), one in resources.items() if kind in kinds)
 
@@ -67,15 +78,16 @@ def test_selectors_mean_the_pods_that_there_are(resources: Resources) -> None:
         one["spec"]["template"]["metadata"]["labels"]
         for one in of_kind(resources, "Deployment", "StatefulSet")
     ]
-    selectors = [one["spec"]["selector"] for one in of_kind(resources, "Service")]
-    selectors += [
-        one["spec"]["selector"]["matchLabels"]
-        for one in of_kind(resources, "Deployment", "StatefulSet", "PodDisruptionBudget")
-    ]
-    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in of_kind(resources, "NetworkPolicy")]
-    assert len(selectors) == (11 if is_cluster(resources) else 8)
-    for selector in selectors:
+    own = [one["spec"]["selector"]["matchLabels"] for one in of_kind(resources, "Deployment", "StatefulSet")]
+    for selector in own:
         assert len([labels for labels in pods if selector.items() <= labels.items()]) == 1, selector
+    selectors = [one["spec"]["selector"] for one in of_kind(resources, "Service")]
+    selectors += [one["spec"]["selector"]["matchLabels"] for one in of_kind(resources, "PodDisruptionBudget")]
+    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in of_kind(resources, "NetworkPolicy")]
+    assert len(selectors) == (8 if is_cluster(resources) else 6)
+    for selector in selectors:
+        names = {labels["app.kubernetes.io/name"] for labels in pods if selector.items() <= labels.items()}
+        assert len(names) == 1, selector
 
 
 def test_ports_are_named_by_those_who_listen(resources: Resources) -> None:
@@ -113,6 +125,10 @@ def test_a_switch_asks_every_replica_that_the_autoscaler_may_start(resources: Re
     assert own["args"] == [
         "switch",
         *(f"http://penstock-{number}.penstock-replicas:{port['port']}" for number in range(most)),
+        *(
+            f"http://{PREFILL}-{number}.penstock-replicas:{port['port']}"
+            for number in range(num_prefill(resources))
+        ),
     ]
     assert own["envFrom"] == container(resources)["envFrom"]
     known = {one["name"]: one for one in container(resources)["env"]}
@@ -129,6 +145,20 @@ def test_a_switch_asks_every_replica_that_the_autoscaler_may_start(resources: Re
     assert set(labels["values"]) == {"penstock", "penstock-switch"}
     assert monitor["jobLabel"] == labels["key"]
     assert monitor["podMetricsEndpoints"][0]["port"] == own["ports"][0]["name"]
+
+
+def test_replicas_of_both_roles_differ_in_nothing_else(resources: Resources) -> None:
+    if not has_roles(resources):
+        assert "PENSTOCK_ROLE" not in settings(resources)
+        return
+    decode, prefill = (resources["StatefulSet", name]["spec"] for name in ("penstock", PREFILL))
+    assert decode["serviceName"] == prefill["serviceName"]
+    assert decode["volumeClaimTemplates"] == prefill["volumeClaimTemplates"]
+    assert decode["template"]["metadata"]["annotations"] == prefill["template"]["metadata"]["annotations"]
+    pods = [one["template"]["spec"] for one in (decode, prefill)]
+    for pod, role in zip(pods, (Role.DECODE, Role.PREFILL), strict=True):
+        assert pod["containers"][0]["env"].pop() == {"name": "PENSTOCK_ROLE", "value": role}
+    assert pods[0] == pods[1]
 
 
 def test_volumes_are_writable_where_the_image_writes_and_no_two_pods_share_one(resources: Resources) -> None:
