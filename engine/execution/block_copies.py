@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.execution.loaded import LoadedModel
@@ -26,6 +28,10 @@ class BlockCopies:
     def __init__(self, model: LoadedModel) -> None:
         self._kv, self._features, self._device = model.kv.data, model.features, model.device
         self._kv_bytes = self._kv[:, :, 0].numel() * self._kv.itemsize
+        # On the host, numpy copies a block in one call; torch takes several, and each lets go of the lock.
+        self._host = [] if self._device.type != "cpu" else [_host_bytes(self._kv, 2)]
+        if self._host and self._features is not None:
+            self._host.append(_host_bytes(self._features, 0))
         self.num_bytes = self._kv_bytes + (0 if self._features is None else self._features[0].nbytes)
         self.layout = _layout(model)
 
@@ -42,7 +48,7 @@ class BlockCopies:
     def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:
         if self._device.type == "cpu":
             for block, payload in zip(blocks, payloads, strict=True):
-                self._put(block, _bytes_of(payload))
+                self._exchange(block, np.frombuffer(payload, np.uint8), is_in=True)
         else:
             self._to_device(blocks, payloads)
 
@@ -72,7 +78,18 @@ class BlockCopies:
 
     def _on_host(self, block: int) -> memoryview:
         """The content of a block, in memory of its own."""
-        return self._rows([block])[0].numpy().data
+        content = np.empty(self.num_bytes, np.uint8)
+        self._exchange(block, content, is_in=False)
+        return content.data
+
+    def _exchange(self, block: int, content: NDArray[np.uint8], *, is_in: bool) -> None:
+        """Copies a content [bytes] to its block in the host's memory, or from there."""
+        begin = 0
+        for planes in self._host:
+            own = planes[block]
+            part = content[begin : begin + own.size].reshape(own.shape)
+            np.copyto(own, part) if is_in else np.copyto(part, own)
+            begin += own.size
 
     def _from_device(self, blocks: list[int]) -> DeviceCopies:
         rows = self._rows(blocks)
@@ -103,6 +120,12 @@ class DeviceCopies:
         self._event.synchronize()
         # Copies, so that a block which is kept does not keep the pinned memory of all of them.
         return [bytearray(row) for row in self._rows]
+
+
+def _host_bytes(data: Tensor, dim: int) -> NDArray[np.uint8]:
+    """[blocks, ..., bytes], the memory of a tensor on the host, of which `dim` has the blocks."""
+    found: NDArray[np.uint8] = data.view(torch.uint8).numpy()
+    return np.moveaxis(found, dim, 0)
 
 
 def _bytes_of(payload: Payload) -> Tensor:

@@ -19,14 +19,16 @@ from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.tiers.block_file import BlockKey
 from penstock.engine.tiers.chain import BlockReader, Read, TierChain
-from penstock.engine.tiers.rates import Reads, choose_reads, compute_seconds
+from penstock.engine.tiers.rates import ReadRate, Reads, choose_reads, compute_seconds
 
 log = logging.getLogger("penstock.engine")
 
 LEAST_PATIENCE_S = 2.0
 """A fetch may take so long, even if computing takes less."""
-_LANDED_BYTES = 32 << 20
-"""The most that is written to the device's memory in one turn, so that running streams go on; one block at least."""
+_LANDED_SHARE = 0.1
+"""The part of the time from turn to turn for which blocks are written to the device's memory: running streams go on."""
+_LEAST_LANDED_BYTES, _MOST_LANDED_BYTES = 1 << 20, 32 << 20
+"""What is written in one turn in any case, and at most; one block at least."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +74,8 @@ class Fetcher:
     ) -> None:
         self._chain, self._reader, self._carrier = chain, reader, carrier
         self._step_seconds, self._clock = step_seconds, clock
-        self._most_landed = max(1, _LANDED_BYTES // max(1, carrier.num_bytes))
+        self._write_rate = ReadRate()
+        self._landed_s = clock()
         self._fetches: dict[_Fetch, None] = {}
         self.seconds_saved = 0.0
         """The time that computing what was fetched would have taken, less the time that the fetches took."""
@@ -134,10 +137,13 @@ class Fetcher:
         Returns:
             Whether more has arrived than one turn takes.
         """
-        arrived = self._take_arrivals()
+        begun_s = self._clock()
+        arrived = self._take_arrivals(self._most_landed(begun_s))
         if arrived:
             self._write(memory, arrived, save)
-        now = self._clock()
+        now = self._landed_s = self._clock()
+        if arrived:
+            self._write_rate.note(len(arrived) * self._carrier.num_bytes, now - begun_s, now)
         for fetch in list(self._fetches):
             patience_s = max(LEAST_PATIENCE_S, fetch.reads.compute_s)
             if not fetch.open or now - fetch.begun_s > patience_s:
@@ -150,10 +156,18 @@ class Fetcher:
             fetch.is_over = True
         self._fetches = {}
 
-    def _take_arrivals(self) -> list[tuple[_Fetch, tuple[int, int], Payload]]:
+    def _most_landed(self, now: float) -> int:
+        """How many blocks may be written in this turn."""
+        num_bytes = max(1, self._carrier.num_bytes)
+        each_s = self._write_rate.seconds(num_bytes, now)
+        in_time = int(_LANDED_SHARE * (now - self._landed_s) / each_s) if each_s else 0
+        least, most = _LEAST_LANDED_BYTES // num_bytes, _MOST_LANDED_BYTES // num_bytes
+        return max(1, least, min(most, in_time))
+
+    def _take_arrivals(self, most: int) -> list[tuple[_Fetch, tuple[int, int], Payload]]:
         """Takes the payloads that are wanted, those of the first blocks of their chains foremost."""
         arrived: list[tuple[_Fetch, tuple[int, int], Payload]] = []
-        while self._reader.arrivals and len(arrived) < self._most_landed:
+        while self._reader.arrivals and len(arrived) < most:
             read, payload = self._reader.arrivals.popleft()
             self._reader.note_taken()
             fetch = read.owner

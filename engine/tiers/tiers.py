@@ -27,7 +27,9 @@ from penstock.engine.tiers.saving import Saver
 from penstock.engine.tiers.tier import Tier, TierStats
 
 STAGED_BYTES = 256 << 20
-"""The most bytes that wait to be written, and the most that were read and wait to be taken in."""
+"""The most bytes that wait to be written."""
+AHEAD_BYTES = 8 << 20
+"""The most that were read and wait to be taken in: few, so that reading takes no core from running streams at once."""
 _STOP_S = 3.0
 """So long a server that stops goes on writing what is in no tier yet."""
 _LAST_BLOCKS = 16
@@ -66,7 +68,7 @@ class Tiers:
         Args:
             tiers: the nearest first.
             wake: is called when a block has arrived, from any thread.
-            staged_bytes: bounds the memory for blocks on their way, in each direction.
+            staged_bytes: bounds the memory for blocks on their way, in each direction; see `AHEAD_BYTES`.
             peers: the last of the tiers, if it is other servers, which then are given blocks as well.
             digest: of all blocks; see `opening.digest`.
         """
@@ -74,7 +76,8 @@ class Tiers:
         self._clock = clock
         self.chain = TierChain(tiers, clock)
         self.writer = BlockWriter(self.chain, carrier.num_bytes, staged_bytes, clock)
-        self.reader = BlockReader(self.chain, carrier.num_bytes, staged_bytes, wake)
+        ahead_bytes = min(staged_bytes, AHEAD_BYTES)
+        self.reader = BlockReader(self.chain, carrier.num_bytes, ahead_bytes, wake)
         self._saver = Saver(self.chain, self.writer, carrier)
         self._fetcher = Fetcher(self.chain, self.reader, carrier, step_seconds, clock)
         self.giver = Giver(self.chain, carrier, wake)

@@ -11,7 +11,6 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,8 +28,9 @@ _BLOCK_SIZE = 16
 _VOCABULARY = 16_000
 _PATIENCE_S = 60.0
 _STREAMS = 4
-_STREAM_TOKENS = 600
-_ALONE_S = 4.0
+_STREAM_TOKENS = 1_600
+_WINDOW_S = 6.0
+_WINDOWS = "no such request", "prompts in memory", "prompts read from disk"
 
 
 def measure_tiers(folder: Path, dtype: str, num_tokens: int, num_rounds: int) -> Row:
@@ -48,7 +48,8 @@ class TierBench:
     def __init__(self, folder: Path, dtype: str, num_tokens: int, place: Path) -> None:
         self._folder, self._dtype, self._num_tokens, self._place = folder, dtype, num_tokens, place
         pace = random.Random(1)
-        self._prompts = [[pace.randrange(1, _VOCABULARY) for _ in range(num_tokens)] for _ in range(2)]
+        # One token more than whole blocks: the last one is computed in any case.
+        self._prompts = [[pace.randrange(1, _VOCABULARY) for _ in range(num_tokens + 1)] for _ in range(2)]
 
     def measure(self, num_rounds: int) -> Row:
         say(f"prompts of {self._num_tokens:,} tokens: computed, and read back from disk")
@@ -74,9 +75,10 @@ class TierBench:
             "disk_s": median(disk),
             "restart_s": median(restart),
             "host_s": median(host),
-            "itl_alone_ms": median(alone for alone, _ in gaps),
-            "itl_beside_ms": median(beside for _, beside in gaps),
-            "itl_ratio": median(beside / alone for alone, beside in gaps),
+            "itl_ms": {
+                name: median(each) for name, each in zip(_WINDOWS, zip(*gaps, strict=True), strict=True)
+            },
+            "itl_ratio": median(read / found for _, found, read in gaps),
             "read_bytes_per_s": stats.bytes_read / max(1e-9, stats.read_seconds),
         }
 
@@ -94,8 +96,10 @@ class TierBench:
         llm.generate([prompt], max_tokens=1)
         return time.perf_counter() - started
 
-    def _gaps_ms(self, llm: LLM) -> tuple[float, float]:
-        """The P99 of the times between two tokens of streams: alone, and while both prompts are read back."""
+    def _gaps_ms(self, llm: LLM) -> tuple[float, float, float]:
+        """The P99 of the times between two tokens of streams in a window of time each: alone, while a prompt that is in
+        memory is asked twice, and while both are read back, one after the other.
+        """
         times: list[list[float]] = [[] for _ in range(_STREAMS)]
         warm, over = Event(), Event()
 
@@ -108,21 +112,24 @@ class TierBench:
                 if over.is_set():
                     return
 
-        def meanwhile(work: Callable[[], object]) -> float:
+        def beside(*prompts: list[int]) -> float:
             began = time.perf_counter()
-            work()
+            for prompt in prompts:
+                self._first_token(llm, prompt)
+            time.sleep(max(0.0, began + _WINDOW_S - time.perf_counter()))
             ended = time.perf_counter()
             inside = [[at for at in each if began <= at <= ended] for each in times]
             return percentile([after - at for each in inside for at, after in pairwise(each)], 99) * 1000
 
+        first, second = self._prompts
+        self._first_token(llm, second)
         reader = Thread(target=read)
         reader.start()
         warm.wait(_PATIENCE_S)
-        alone = meanwhile(lambda: time.sleep(_ALONE_S))
-        beside = meanwhile(lambda: [self._first_token(llm, prompt) for prompt in self._prompts])
+        gaps = beside(), beside(second, second), beside(first, second)
         over.set()
         reader.join()
-        return alone, beside
+        return gaps
 
     def _settle(self, llm: LLM) -> None:
         """Waits until nothing more is written."""
@@ -154,8 +161,8 @@ def print_tiers(figures: Row) -> None:
         ("host_s", "from host memory"),
     ):
         print(f"  {text:<34}{figures[name]:8.2f} s {computed_s / figures[name]:7.1f} times")
-    print(
-        f"  {_STREAMS} streams beside it, P99 between two tokens: {figures['itl_alone_ms']:.1f} ms alone, "
-        f"{figures['itl_beside_ms']:.1f} ms while it is read from disk, {figures['itl_ratio']:.2f} times"
-    )
+    print(f"  {_STREAMS} streams, P99 between two tokens while a second request asks for two first tokens")
+    for name, value in figures["itl_ms"].items():
+        print(f"  {name:<34}{value:8.1f} ms")
+    print(f"  {'the last two, one by the other':<34}{figures['itl_ratio']:8.2f} times")
     print(f"  a reading thread reads {figures['read_bytes_per_s'] / 1e9:.2f} GB/s")

@@ -193,7 +193,7 @@ def test_a_pool_that_starts_afresh_says_that_all_is_gone() -> None:
         watched.events_of("one", list(range(9)))
         scheduler = watched.engine._scheduler
         assert scheduler is not None
-        scheduler.memory.pool.hold(7)  # the books do not balance: found out when it is idle
+        scheduler.memory.parts[0].pool.hold(7)  # the books do not balance: found out when it is idle
         told = watched.events_of("two", [5] * 6)
         while watched.engine.stats().num_pool_violations == 0:
             threading.Event().wait(0.005)

@@ -245,3 +245,36 @@ def test_a_server_that_stops_keeps_what_can_be_found() -> None:
     server.run("first", PROMPT)
     server.tiers.finish()
     assert server.carrier.num_out == len(server.memory.index) > 4
+
+
+class LargeBlocks(FakeCarrier):
+    """Blocks of 1 MiB, each of which takes 2 ms."""
+
+    tiers: HandDrivenTiers
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(runner)
+        self.num_bytes = 1 << 20
+
+    def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:  # noqa: ARG002
+        self.num_in += len(blocks)
+        self.tiers.now_s += 0.002 * len(blocks)
+
+
+def test_streams_wait_for_what_comes_back_a_tenth_of_their_time_at_most() -> None:
+    prompt = [*range(41 * BLOCK_SIZE)]
+    carrier, tier = LargeBlocks(FakeRunner(60, BLOCK_SIZE)), HostTier(100 << 20)
+    tiers = carrier.tiers = HandDrivenTiers([tier], carrier, random.Random(1))
+    tiers.attach(SequenceMemory(60, BLOCK_SIZE))
+    for key in keys(prompt):
+        tier.write(key, bytes(carrier.num_bytes))
+    tiers.expect([make_request("r", prompt, max_tokens=2)])
+    tiers.turn()
+    tiers.read_some()
+    landed = list[int]()
+    for step_s in (0.0, 0.101, 0.101, 0.0, 0.201, 10.0):
+        before = carrier.num_in
+        tiers.now_s += step_s
+        tiers.turn()
+        landed.append(carrier.num_in - before)
+    assert landed == [1, 5, 5, 1, 10, 18]
