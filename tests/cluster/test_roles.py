@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -135,9 +136,8 @@ async def test_a_request_goes_where_a_part_of_its_prompt_is_if_the_rest_is_lost(
                 assert expected_at(then) == []
             pulled_at(then).clear()
             first.deliver(prefix_events=[Dropped(each) for each in prompt.block_hashes])
-            await until(
-                lambda prompt=prompt: not found.switch.router.num_held("prefill", prompt.block_hashes)
-            )
+            held = partial(found.switch.router.num_held, "prefill", prompt.block_hashes)
+            await until(lambda held=held: held() == 0)
 
 
 async def test_nothing_more_is_taken_when_the_client_is_gone() -> None:

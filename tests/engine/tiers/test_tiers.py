@@ -249,6 +249,23 @@ def test_the_forecast_counts_what_is_worth_reading() -> None:
     assert server.tiers.tokens_gained(hashes, len(hashes)) == 0
 
 
+def test_what_others_have_is_read_although_it_takes_longer_and_the_forecast_counts_that() -> None:
+    server = Server(step_seconds=lambda num_prefill, *_: 0.1 * num_prefill)
+    server.run("first", PROMPT)
+    server.evict()
+    hashes = [key.hash for key in keys(PROMPT)]
+    num_known = len(server.memory.index.match(hashes))
+    server.tiers.chain._rates[0].note(server.carrier.num_bytes, 10.0, server.tiers.now_s)
+    fetcher = server.tiers._fetcher
+    assert fetcher.choose(server.memory, hashes, num_known) is None
+    server.tier.keeps = False
+    reads = fetcher.choose(server.memory, hashes, num_known)
+    assert reads is not None
+    assert len(reads.places) == len(hashes) - num_known
+    assert reads.read_s == pytest.approx(10.0 * len(reads.places))
+    assert server.tiers.tokens_gained(hashes, num_known) == 0
+
+
 def test_private_prompts_are_kept_nowhere() -> None:
     server, salt = Server(), b"tenant" + PRIVATE
     private = [BlockKey(hash_) for hash_ in prompt_hashes(PROMPT, BLOCK_SIZE, salt)]
