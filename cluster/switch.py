@@ -370,23 +370,19 @@ class _Route:
         if isinstance(place, Refusal):
             yield
             return
+        self.taker = place.replica
+        pull = PullOrder(
+            token_ids=order.token_ids,
+            salt=order.salt,
+            tenant=order.tenant,
+            lane=order.lane,
+            source=str(source.address),
+        )
+        address, secret = switch.members.live[place.replica].address, switch.options.secret
+        num_there = partial(switch.router.num_held, source.replica, query.hashes)
+        telling = tell_of_progress(pull, address, secret, len(query.hashes), num_there, note_told)
         try:
-            if place.source != source.replica:
-                yield
-                return
-            self.taker = place.replica
-            pull = PullOrder(
-                token_ids=order.token_ids,
-                salt=order.salt,
-                tenant=order.tenant,
-                lane=order.lane,
-                source=str(source.address),
-            )
-            address, secret = switch.members.live[place.replica].address, switch.options.secret
-            num_there = partial(switch.router.num_held, source.replica, query.hashes)
-            async with meanwhile(
-                tell_of_progress(pull, address, secret, len(query.hashes), num_there, note_told)
-            ):
+            async with meanwhile(telling):
                 yield
         finally:
             switch.router.note_done(place.ticket)

@@ -6,6 +6,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection
+from typing import Any
 
 import pytest
 
@@ -213,6 +215,22 @@ def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peers.read(KEYS[0]) is None  # or this would never return
         over.set()
     assert peers.stats().num_failures == 1
+
+
+def test_a_busy_server_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[float] = []
+
+    def connection(*address: Any, timeout: float) -> HTTPConnection:
+        timeouts.append(timeout)
+        return HTTPConnection(*address, timeout=timeout)
+
+    monkeypatch.setattr(peer, "HTTPConnection", connection)
+    with serving(give) as (source, _):
+        for is_busy in (True, False):
+            peers = tier()
+            peers.expect(source, KEYS[:1], is_busy=is_busy)
+            assert peers.read(KEYS[0]) is not None
+    assert timeouts == [peer.BUSY_S, peer.SILENT_S]
 
 
 def test_a_server_that_stops_in_the_middle_is_given_up_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
