@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection
-from typing import Any
 
 import pytest
 
@@ -220,9 +219,9 @@ def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_busy_server_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts: list[float] = []
 
-    def connection(*address: Any, timeout: float) -> HTTPConnection:
+    def connection(host: str, port: int, *, timeout: float) -> HTTPConnection:
         timeouts.append(timeout)
-        return HTTPConnection(*address, timeout=timeout)
+        return HTTPConnection(host, port, timeout=timeout)
 
     monkeypatch.setattr(peer, "HTTPConnection", connection)
     with serving(give) as (source, _):
