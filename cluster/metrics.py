@@ -24,6 +24,10 @@ class SwitchMetrics:
         self.computed_elsewhere = count(
             "computed_elsewhere", "Prompts that a replica with --role prefill computed."
         )
+        self.early_tokens = count(
+            "early_tokens",
+            "Prompt tokens whose KV a replica was told to take from one that still computed the prompt.",
+        )
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens read.")
         self.streams = gauge("streams", "Requests in progress.")
         self.replicas = gauge("replicas", "Replicas whose state is known.")

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.cluster.members import AwakeClock, Member, Members
 from penstock.cluster.metrics import SwitchMetrics
 from penstock.cluster.position import Position
-from penstock.cluster.prefill import compute
+from penstock.cluster.prefill import compute, tell_of_progress
 from penstock.cluster.queries import QueryReader, owner_tag
 from penstock.cluster.relay import ForwardedRequest, Relay, Target, none_ready
 from penstock.cluster.upstream import Address, end_to_end
@@ -33,7 +34,7 @@ from penstock.gateway.endpoints.answering import position_asked
 from penstock.gateway.endpoints.files import UPLOAD_S
 from penstock.gateway.endpoints.operation import Operation, Passing
 from penstock.gateway.endpoints.operations import OPERATIONS
-from penstock.gateway.endpoints.prefill import PrefillOrder
+from penstock.gateway.endpoints.prefill import PrefillOrder, PullOrder
 from penstock.gateway.endpoints.state import SECRET_HEADER
 from penstock.gateway.errors import ApiError, not_found, refused, unavailable
 from penstock.gateway.http.connections import BODY_WITHIN, Connection, Timeouts
@@ -315,6 +316,8 @@ class _Route:
     """Its prompt, which another replica may compute."""
     owner: str | None = None
     """The tag of a replica that is to be asked first."""
+    taker: str = ""
+    """The replica that has taken KV for the request, which is asked before that one."""
     id: str = ""
     """The id of what only one replica has."""
     position: Position | None = None
@@ -335,19 +338,54 @@ class _Route:
 
         If none does, the one that serves it computes it itself.
         """
-        query, switch = self.query, self.switch
-        if query is None or self.order is None:
+        query, order, switch = self.query, self.order, self.switch
+        if query is None or order is None:
             return
         found = switch.router.choose_prefill(query, switch.clock())
         if found is None:
             return
-        target = self._target_of(found)
+        target, told = self._target_of(found), replace(query, source=found.replica)
         try:
-            if await compute(self.order, target, switch.options.secret, connection, found.forecast_s):
-                self.query = replace(query, source=found.replica)
+            async with self._taking_kv(told, order, target):
+                is_there = await compute(order, target, switch.options.secret, connection, found.forecast_s)
+            if is_there:
+                self.query = told
                 switch.metrics.computed_elsewhere.inc()
         finally:
             target.release()
+
+    @contextlib.asynccontextmanager
+    async def _taking_kv(self, query: RouteQuery, order: PrefillOrder, source: Target) -> AsyncIterator[None]:
+        """While this is entered, the replica that is to serve the request takes its prompt's KV from the source.
+
+        Its place there is reserved until then, so that other prompts go elsewhere. The request is placed when its
+        prompt is whole: whether it is in time is seen by what is left to take then.
+        """
+        switch = self.switch
+
+        def note_told(num_blocks: int) -> None:
+            switch.metrics.early_tokens.inc(num_blocks * switch.options.block_size)
+
+        place = self._chosen(replace(query, ttft_s=inf), frozenset())
+        if isinstance(place, Refusal):
+            yield
+            return
+        self.taker = place.replica
+        pull = PullOrder(
+            token_ids=order.token_ids,
+            salt=order.salt,
+            tenant=order.tenant,
+            lane=order.lane,
+            source=str(source.address),
+        )
+        address, secret = switch.members.live[place.replica].address, switch.options.secret
+        num_there = partial(switch.router.num_held, source.replica, query.hashes)
+        telling = tell_of_progress(pull, address, secret, len(query.hashes), num_there, note_told)
+        try:
+            async with meanwhile(telling):
+                yield
+        finally:
+            switch.router.note_done(place.ticket)
 
     def has_others(self, excluded: frozenset[str]) -> bool:
         return any(self.id or not member.is_draining for member in self._beside(excluded))
@@ -367,20 +405,24 @@ class _Route:
         return _target(self.switch.next_of([one for one in beside if not one.is_draining] or beside))
 
     def _by_forecast(self, query: RouteQuery, excluded: frozenset[str]) -> Target:
-        router, live = self.switch.router, self.switch.members.live
-        now = self.switch.clock()
-        owner = next((name for name, member in live.items() if member.tag == self.owner), None)
-        choice: Any = None
-        if owner is not None and owner not in excluded:
-            choice = router.choose(query, now, live.keys() - {owner})
-        if choice is None or isinstance(choice, Refusal):
-            choice = router.choose(query, now, excluded)
+        choice = self._chosen(query, excluded)
         if isinstance(choice, Refusal):
             raise self._refused(choice)
         self.switch.metrics.prompt_tokens.inc(query.num_prompt)
         self.switch.metrics.cached_tokens.inc(choice.num_cached)
         self.switch.metrics.pulled_tokens.inc(choice.num_pulled)
         return self._target_of(choice)
+
+    def _chosen(self, query: RouteQuery, excluded: frozenset[str]) -> Placement | Refusal:
+        """Returns the replica that is to be asked first, if it is in time, or that of the earliest forecast."""
+        router, live, now = self.switch.router, self.switch.members.live, self.switch.clock()
+        owners = (name for name, member in live.items() if member.tag == self.owner)
+        for first in (self.taker, next(owners, "")):
+            if first in live and first not in excluded:
+                choice = router.choose(query, now, live.keys() - {first})
+                if not isinstance(choice, Refusal):
+                    return choice
+        return router.choose(query, now, excluded)
 
     def _target_of(self, choice: Placement) -> Target:
         """Returns the replica of choice, with the headers that tell it of its place and of where to take KV from."""

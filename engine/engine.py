@@ -168,10 +168,13 @@ class Engine:
         if self._tiers is not None:
             self._tiers.expect(requests)
 
-    def expect_from(self, source: str, hashes: Sequence[bytes]) -> None:
-        """Says that another server has a chain of blocks that a request is about to need; it is no more than a hint."""
+    def expect_from(self, source: str, hashes: Sequence[bytes], *, is_busy: bool = False) -> None:
+        """Says that another server has a chain of blocks that a request is about to need; it is no more than a hint.
+
+        `is_busy` says that it still computes the prompt whose blocks they are.
+        """
         if self._tiers is not None:
-            self._tiers.expect_from(source, hashes)
+            self._tiers.expect_from(source, hashes, is_busy=is_busy)
 
     def give(self, keys: Sequence[BlockKey], done: Given) -> None:
         """Reads the contents of the first of these blocks, up to the first that is not here, for another server.

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from penstock.engine.planning.request import Request
 from penstock.engine.tiers.block_file import BlockKey, Payload
 
 READ_S = 2.0
@@ -29,6 +30,12 @@ class KvExchange(Protocol):
     def expect(self, source: str, hashes: Sequence[bytes]) -> None:
         """Says that the replica at an address holds the blocks with these hashes, which a request is about to need."""
 
+    def pull(self, source: str, prompt: Request, first: int, end: int) -> None:
+        """Begins to take the blocks from `first` to before `end` of a prompt, from a replica that computes the rest.
+
+        No request for the prompt is here yet; the one that comes finds them as it finds what was computed here.
+        """
+
 
 class ExchangingEngine(Protocol):
     """The part of `engine.engine.Engine` that exchanges blocks."""
@@ -41,7 +48,11 @@ class ExchangingEngine(Protocol):
 
     def give(self, keys: Sequence[BlockKey], done: Callable[[list[Payload]], object]) -> None: ...
 
-    def expect_from(self, source: str, hashes: Sequence[bytes]) -> None: ...
+    def expect_from(self, source: str, hashes: Sequence[bytes], *, is_busy: bool = False) -> None: ...
+
+    def expect(self, requests: Sequence[Request]) -> None: ...
+
+    def wake(self) -> None: ...
 
 
 class EngineExchange:
@@ -75,3 +86,8 @@ class EngineExchange:
 
     def expect(self, source: str, hashes: Sequence[bytes]) -> None:
         self._engine.expect_from(source, hashes)
+
+    def pull(self, source: str, prompt: Request, first: int, end: int) -> None:
+        self._engine.expect_from(source, prompt.block_hashes[first:end], is_busy=True)
+        self._engine.expect([prompt])
+        self._engine.wake()

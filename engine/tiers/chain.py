@@ -27,7 +27,7 @@ class TierChain:
     def __init__(self, tiers: ListLike[Tier], clock: Callable[[], float]) -> None:
         self.tiers = tiers
         self._clock = clock
-        self._rates = [ReadRate() for _ in tiers]
+        self._rates = [tier.read_rate or ReadRate() for tier in tiers]
         self._keeps_any = any(tier.keeps for tier in tiers)
 
     def keeps(self, key: BlockKey) -> bool:
@@ -41,6 +41,10 @@ class TierChain:
                 return rate.seconds(num_bytes, now)
         return None
 
+    def is_far(self, key: BlockKey) -> bool:
+        """Returns whether a block would be read from a tier that others fill, who may be busy."""
+        return next((not tier.keeps for tier in self.tiers if tier.has(key)), False)
+
     def read(self, key: BlockKey) -> Payload | None:
         for number, (tier, rate) in enumerate(zip(self.tiers, self._rates, strict=True)):
             if not tier.has(key):
@@ -49,7 +53,8 @@ class TierChain:
             payload = tier.read(key)
             if payload is not None:
                 now = self._clock()
-                rate.note(len(payload), now - started, now)
+                if tier.read_rate is None:
+                    rate.note(len(payload), now - started, now)
                 for nearer in self.tiers[:number]:
                     nearer.write(key, payload)
                 return payload
@@ -171,7 +176,10 @@ class Read(NamedTuple):
 
 
 class BlockReader:
-    """Reads blocks while requests wait, in threads of its own; they arrive in any order."""
+    """Reads blocks while requests wait, in threads of its own; they arrive in any order.
+
+    Far blocks have their own threads, so that nobody waits for another server who needs nothing of it.
+    """
 
     def __init__(
         self,
@@ -185,14 +193,17 @@ class BlockReader:
         Args:
             most_bytes: bounds what has been read and not taken.
             wake: is called when something has arrived.
+            num_threads: for far blocks, and as many for others.
         """
         self._chain, self._wake = chain, wake
         self.arrivals: deque[tuple[Read, Payload | None]] = deque()
         """Payloads, None for a block that could not be read. Whoever takes one calls `note_taken`."""
         self.reads: SimpleQueue[Read | None] = SimpleQueue()
-        self._room = threading.Semaphore(max(num_threads, most_bytes // max(1, block_bytes)))
+        self._far_reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._room = threading.Semaphore(max(2 * num_threads, most_bytes // max(1, block_bytes)))
         self._threads = [
-            threading.Thread(target=self._run, name=f"penstock-kv-reader-{i}", daemon=True)
+            threading.Thread(target=self._run, args=(reads,), name=f"penstock-kv-{name}-{i}", daemon=True)
+            for name, reads in (("reader", self.reads), ("puller", self._far_reads))
             for i in range(num_threads)
         ]
         self._is_closed = False
@@ -202,7 +213,7 @@ class BlockReader:
             thread.start()
 
     def ask(self, read: Read) -> None:
-        self.reads.put(read)
+        (self._far_reads if self._chain.is_far(read.key) else self.reads).put(read)
 
     def note_taken(self) -> None:
         self._room.release()
@@ -212,13 +223,14 @@ class BlockReader:
         self._is_closed = True
         for _ in self._threads:
             self.reads.put(None)
+            self._far_reads.put(None)
             self._room.release()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s / len(self._threads))
 
-    def _run(self) -> None:
-        while (read := self.reads.get()) is not None and not self._is_closed:
+    def _run(self, reads: SimpleQueue[Read | None]) -> None:
+        while (read := reads.get()) is not None and not self._is_closed:
             self._room.acquire()
             self.read(read)
             self._wake()

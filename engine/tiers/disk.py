@@ -24,6 +24,7 @@ class DiskTier:
 
     name = "disk"
     keeps = True
+    read_rate = None
 
     def __init__(
         self, folder: BlockFolder, digest: bytes, clock: Callable[[], float] = time.monotonic

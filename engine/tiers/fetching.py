@@ -87,16 +87,30 @@ class Fetcher:
         return not self._fetches and not self._reader.arrivals
 
     def choose(self, memory: SequenceMemory, hashes: list[bytes], num_known: int) -> Reads | None:
-        """Chooses what to read of a chain of which the first blocks are known; for any thread."""
-        now, num_bytes, index = self._clock(), self._carrier.num_bytes, memory.index
-        return choose_reads(
+        """Chooses what to read of a chain of which the first blocks are known; for any thread.
+
+        What another server has is read even if computing it took less time: whoever said where it is has weighed that,
+        or wants this server to compute other things. The time that it takes is part of `Reads.read_s`.
+        """
+        now, num_bytes, index, chain = self._clock(), self._carrier.num_bytes, memory.index, self._chain
+
+        def cost(depth: int, table: int) -> float | None:
+            key = BlockKey(hashes[depth], table)
+            return 0.0 if chain.is_far(key) else chain.read_seconds(key, num_bytes, now)
+
+        reads = choose_reads(
             num_known,
             len(hashes),
             index.num_seen,
             lambda depth, table: index.has(hashes[depth], table),
-            lambda depth, table: self._chain.read_seconds(BlockKey(hashes[depth], table), num_bytes, now),
+            cost,
             lambda first, end: compute_seconds(self._step_seconds, memory.block_size, first, end),
         )
+        if reads is not None:
+            keys = (BlockKey(hashes[depth], table) for depth, table in reads.places)
+            far = filter(chain.is_far, keys)
+            reads.read_s += sum(chain.read_seconds(key, num_bytes, now) or 0.0 for key in far)
+        return reads
 
     def begin(
         self,

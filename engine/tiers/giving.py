@@ -19,6 +19,8 @@ log = logging.getLogger("penstock.engine")
 
 _MOST_ASKED = 64
 """Requests of other servers that may wait; more are given nothing."""
+_TURN_BYTES = 64 << 20
+"""The bytes after which a turn copies nothing for further requests, so that running streams go on."""
 Given = Callable[[list[Payload]], object]
 """Takes the contents of the first of the blocks that were asked for, up to the first that is not here."""
 
@@ -40,6 +42,7 @@ class Giver:
     def __init__(self, chain: TierChain, carrier: BlockCarrier, wake: Callable[[], None]) -> None:
         """`wake` is called when somebody has asked."""
         self._chain, self._carrier, self._wake = chain, carrier, wake
+        self._most_copied = max(1, _TURN_BYTES // max(1, carrier.num_bytes))
         self._asked: deque[_Gift] = deque()
         self._copied: SimpleQueue[_Gift | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="penstock-kv-giver", daemon=True)
@@ -53,14 +56,18 @@ class Giver:
         self._wake()
 
     def turn(self, memory: SequenceMemory) -> bool:
-        """Copies the blocks of one request, for the step thread; returns whether there are more requests.
+        """Copies the blocks of the first requests, for the step thread; returns whether there are more requests.
 
         What can be found is confirmed, and nobody writes it before the next step is launched. Blocks of private prompts
         are given to nobody.
         """
-        if not self._asked:
-            return False
-        gift = self._asked.popleft()
+        num_copied = 0
+        while self._asked and num_copied < self._most_copied:
+            num_copied += self._copy(memory, self._asked.popleft())
+        return bool(self._asked)
+
+    def _copy(self, memory: SequenceMemory, gift: _Gift) -> int:
+        """Copies what is on the device of one request; returns how many blocks that were."""
         blocks: list[int] = []
         for place, key in enumerate(gift.keys):
             block = memory.index.block_of(*key) if key.table < memory.num_tables else None
@@ -80,7 +87,7 @@ class Giver:
             log.warning("%d KV blocks could not be copied for another server: %s", len(blocks), error)
             gift.keys = []
         self._copied.put(gift)
-        return bool(self._asked)
+        return len(blocks)
 
     def start(self) -> None:
         self._thread.start()

@@ -14,6 +14,7 @@ class HostTier:
 
     name = "host"
     keeps = True
+    read_rate = None
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.tiers.block_file import BlockKey, Payload
+from penstock.engine.tiers.rates import ReadRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,10 @@ class Tier(Protocol):
     """A short name for metrics and logs, such as "disk"."""
     keeps: bool
     """Whether what is written to it can be read again; where it is False, others fill it."""
+
+    @property
+    def read_rate(self) -> ReadRate | None:
+        """The time that reads take, if the tier notes it itself, because a read may also have to wait for others."""
 
     def has(self, key: BlockKey) -> bool:
         """Returns whether a block is likely to be there; it never blocks, and `read` may disagree."""

@@ -173,11 +173,12 @@ class Tiers:
         """Has the next turn begin to fetch what these requests need, which wait in the queue."""
         self._expected.extend(requests)
 
-    def expect_from(self, source: str, hashes: ListLike[bytes]) -> None:
-        """Notes that another server has a chain of blocks."""
+    def expect_from(self, source: str, hashes: ListLike[bytes], *, is_busy: bool = False) -> None:
+        """Notes that another server has a chain of blocks; `is_busy` if it is still computing their prompt."""
         if self.peers is not None:
             keys = [BlockKey(each, table) for each in hashes for table in range(self._memory.num_tables)]
-            self.peers.expect(source, [key for key in keys if not self._memory.index.has(*key)])
+            missing = [key for key in keys if not self._memory.index.has(*key)]
+            self.peers.expect(source, missing, is_busy=is_busy)
 
     @property
     def pull_rate(self) -> float:

@@ -14,6 +14,19 @@ from penstock.gateway.reply.generation import Generation
 from penstock.priority.lanes import Lane
 
 
+def prompt_request(token_ids: Sequence[int], salt: bytes, now: float, *, lane: Lane, tenant: str) -> Request:
+    """Returns a request for the KV of a prompt, with the least output that there is."""
+    return Request(
+        request_id=f"prompt-{secrets.token_hex(8)}",
+        prompt_token_ids=tuple(token_ids),
+        sampling=SamplingParams(temperature=0.0, max_tokens=1),
+        arrival_s=now,
+        lane=lane,
+        tenant=tenant,
+        salt=salt,
+    )
+
+
 class PromptOnly(Generation):
     """Computes one prompt once; its only output token is thrown away."""
 
@@ -28,15 +41,7 @@ class PromptOnly(Generation):
         block_size: int | None = None,
     ) -> None:
         """With a `block_size`, the prompt is hashed here and not when it starts."""
-        request = Request(
-            request_id=f"prompt-{secrets.token_hex(8)}",
-            prompt_token_ids=tuple(token_ids),
-            sampling=SamplingParams(temperature=0.0, max_tokens=1),
-            arrival_s=now,
-            lane=lane,
-            tenant=tenant,
-            salt=salt,
-        )
+        request = prompt_request(token_ids, salt, now, lane=lane, tenant=tenant)
         super().__init__([request if block_size is None else with_hashes(request, block_size)])
         self._over = asyncio.Event()
 

@@ -224,6 +224,12 @@ class Router:
         found = self._pick(ask, first)
         return None if isinstance(found, Refusal) else self._reserve(ask, found, now)
 
+    def num_held(self, name: str, hashes: Sequence[bytes]) -> int:
+        """Returns how many first blocks of a chain a replica has said that it holds."""
+        replica = self.replicas.get(name)
+        found = [] if replica is None else self.index.match(hashes, replica.bit, 1, is_there=True)
+        return found[0][0] if found else 0
+
     def _usable_but(self, excluded: Iterable[str], now: float) -> int:
         """Bits of the replicas that may be chosen."""
         self._expire(now)

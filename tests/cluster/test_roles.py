@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from penstock.cluster import members
+from penstock.engine.planning.prefix_index import prompt_hashes
 from penstock.engine.planning.request import FinishReason, Request
 from penstock.gateway.endpoints import prefill
 from penstock.gateway.endpoints.state import SECRET_HEADER
@@ -20,7 +22,7 @@ from penstock.priority.lanes import Lane
 from penstock.priority.routing import router
 from penstock.priority.routing.state import Role
 from tests.cluster.fake_exchange import FakeExchange
-from tests.cluster.test_switch import CHAT, LONG, SECRET, Cluster, cluster, make_gateway, until
+from tests.cluster.test_switch import CHAT, LONG, SECRET, Cluster, cluster, make_gateway, stored, until
 from tests.gateway.harness import Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio
@@ -45,6 +47,16 @@ def replica_for(role: Role, name: str | None = None) -> Gateway:
 def expected_at(gateway: Gateway) -> list[tuple[str, list[bytes]]]:
     assert isinstance(gateway.service.kv, FakeExchange)
     return gateway.service.kv.expected
+
+
+def pulled_at(gateway: Gateway) -> list[tuple[str, list[bytes]]]:
+    assert isinstance(gateway.service.kv, FakeExchange)
+    return gateway.service.kv.pulled
+
+
+def compute_blocks(gateway: Gateway, request: Request, first: int, end: int) -> None:
+    """So much of the prompt has been computed there."""
+    gateway.deliver(prefix_events=[stored(each) for each in request.block_hashes[first:end]])
 
 
 def is_answering(gateway: Gateway, request: Request) -> None:
@@ -77,6 +89,77 @@ async def test_one_computes_the_prompt_and_the_other_takes_its_kv_from_there() -
         assert (await reply).headers["x-penstock-replica"] == "decode"
         assert found.switch.metrics.computed_elsewhere.value == 1
         assert found.switch.router.num_reserved == 0
+
+
+async def test_kv_is_taken_while_the_prompt_is_computed() -> None:
+    """And the request goes where it is, which has been asked for nothing else until then."""
+    first, others = replica_for(Role.PREFILL), [replica_for(Role.DECODE, name) for name in ("d1", "d2")]
+    async with cluster(first, *others) as found, asking(found) as reply:
+        prompt = await first.taken()
+        source, num_blocks = str(found.addresses["prefill"]), len(prompt.block_hashes)
+        assert num_blocks > 4
+        compute_blocks(first, prompt, 0, 2)
+        await until(lambda: any(map(pulled_at, others)))
+        [then] = [one for one in others if pulled_at(one)]
+        compute_blocks(first, prompt, 2, 3)
+        await until(lambda: len(pulled_at(then)) == 2)
+        assert pulled_at(then) == [
+            (source, list(prompt.block_hashes[:2])),
+            (source, list(prompt.block_hashes[2:3])),
+        ]
+        assert not sum(then.queue.depths().values())
+        assert found.switch.metrics.early_tokens.value == 3 * 16
+        compute_blocks(first, prompt, 3, num_blocks)
+        is_answering(first, prompt)
+        request = await then.taken()
+        assert request.block_hashes == prompt.block_hashes
+        assert expected_at(then) == [(source, list(request.block_hashes))]
+        is_answering(then, request)
+        assert (await reply).status_code == 200
+        assert found.switch.router.num_reserved == 0
+
+
+async def test_a_request_goes_where_a_part_of_its_prompt_is_if_the_rest_is_lost() -> None:
+    first, others = replica_for(Role.PREFILL), [replica_for(Role.DECODE, name) for name in ("d1", "d2")]
+    async with cluster(first, *others) as found, asking(found) as reply:
+        prompt = await first.taken()
+        compute_blocks(first, prompt, 0, 2)
+        await until(lambda: any(map(pulled_at, others)))
+        then, other = sorted(others, key=lambda one: not pulled_at(one))
+        compute_blocks(other, prompt, 0, 1)  # it would be chosen for that
+        name = other.service.options.replica
+        await until(lambda: found.switch.router.num_held(name, prompt.block_hashes) == 1)
+        first.finish(prompt, reason=FinishReason.FAILED, error="no")
+        is_answering(then, await then.taken())
+        assert (await reply).status_code == 200
+        assert expected_at(then) == []
+
+
+async def test_nothing_more_is_taken_when_the_client_is_gone() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    async with cluster(first, then) as found:
+        task = asyncio.create_task(found.http.post(CHAT, json=chat_body(LONG)))
+        prompt = await first.taken()
+        compute_blocks(first, prompt, 0, 1)
+        await until(lambda: pulled_at(then))
+        task.cancel()
+        await until(lambda: first.engine.cancelled == [prompt.request_id])
+        await until(lambda: found.switch.router.num_reserved == 0)
+        compute_blocks(first, prompt, 1, 3)
+        await until(lambda: found.switch.router.num_held("prefill", prompt.block_hashes) == 3)
+        assert len(pulled_at(then)) == 1
+
+
+async def test_a_replica_that_takes_no_kv_computes_the_prompt() -> None:
+    first, then = replica_for(Role.PREFILL), replica_for(Role.DECODE)
+    then.service.kv = None
+    async with cluster(first, then) as found, asking(found) as reply:
+        prompt = await first.taken()
+        compute_blocks(first, prompt, 0, 2)
+        await until(lambda: found.switch.router.num_held("prefill", prompt.block_hashes) == 2)
+        is_answering(first, prompt)
+        is_answering(then, await then.taken())
+        assert (await reply).status_code == 200
 
 
 async def test_a_private_prompt_is_computed_where_it_goes_on_and_taken_from_nobody() -> None:
@@ -197,3 +280,32 @@ async def test_a_prompt_for_another_is_for_those_who_know_the_secret() -> None:
         ]
         for wrong in mistakes:
             assert (await http.post(prefill.PATH, json=order | wrong, headers=known)).status_code == 400
+
+
+async def test_kv_that_is_being_computed_is_taken_for_those_who_know_the_secret() -> None:
+    gateway, known = replica_for(Role.DECODE), {SECRET_HEADER: SECRET}
+    order = {
+        "token_ids": [9] * 40,
+        "salt": "00ff",
+        "tenant": "t",
+        "lane": 1,
+        "source": "http://127.0.0.1:9",
+    }
+
+    async def told(order: dict[str, Any], *lines: bytes, headers: dict[str, str] = known) -> httpx.Response:
+        body = b"\n".join([orjson.dumps(order), *lines, b""])
+        return await http.post(prefill.PULL_PATH, content=body, headers=headers)
+
+    async with client(gateway.app) as http:
+        assert (await told(order, b"1", headers={})).status_code == 401
+        assert (await told(order, b"1", b"9")).json() == {"blocks": 9}
+        hashes = prompt_hashes([9] * 40, 16, b"\x00\xff")
+        assert pulled_at(gateway) == [(order["source"], [hashes[0]]), (order["source"], [hashes[1]])]
+        for wrong in ({"source": 1}, {"token_ids": [10**9]}, {"lane": 7}, {"more": 1}):
+            assert (await told(order | wrong, b"1")).status_code == 400
+        for line in (b"", b"-1", b"x", b"1" * 10):
+            assert (await told(order, line)).status_code == 400
+        assert (await http.post(prefill.PULL_PATH, content=b"", headers=known)).status_code == 400
+        assert len(pulled_at(gateway)) == 2
+        gateway.service.kv = None
+        assert (await told(order, b"1")).status_code == 404

@@ -53,8 +53,11 @@ def redis_url() -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def cluster(redis_url: str) -> AsyncIterator[tuple[Switch, list[ForkedServer], httpx.AsyncClient]]:
+async def cluster(
+    redis_url: str, *options: str
+) -> AsyncIterator[tuple[Switch, list[ForkedServer], httpx.AsyncClient]]:
     common = ["--redis-url", redis_url, "--warm-up-tokens", "0", "--threads", "1", "--cluster-secret", SECRET]
+    common += options
     servers = [
         ForkedServer([*common, "--replica", f"r{number}", "--role", role])
         for number, role in enumerate(ROLES)
@@ -77,10 +80,10 @@ async def cluster(redis_url: str) -> AsyncIterator[tuple[Switch, list[ForkedServ
             server.stop()
 
 
-def body_of(seed: int) -> dict[str, Any]:
+def body_of(seed: int, num_sentences: int = 5) -> dict[str, Any]:
     return {
         "model": "penstock-demo",
-        "prompt": f"Story {seed}. {5 * WORDS}",
+        "prompt": f"Story {seed}. {num_sentences * WORDS}",
         "max_tokens": 24,
         "seed": seed,
         "temperature": 1.0,
@@ -106,6 +109,19 @@ async def test_texts_are_those_of_a_single_server(redis_url: str) -> None:
             assert num_cached <= num_whole
             num_taken += num_cached
         assert num_taken
+
+
+async def test_kv_is_taken_while_prompts_are_computed(redis_url: str) -> None:
+    """In steps of a block each, of which a prompt takes many."""
+    bodies = [body_of(seed, 60) for seed in range(4)]
+    async with cluster(redis_url, "--max-batch-tokens", str(BLOCK_SIZE)) as (switch, servers, http):
+        apart = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+        assert switch.metrics.early_tokens.value > 0
+        async with client(f"http://{servers[0].host}:{servers[0].port}") as single:
+            for one, body in zip(apart, bodies, strict=True):
+                assert one.status_code == 200, one.text
+                whole = await single.post("/v1/completions", json=body)
+                assert one.json()["choices"] == whole.json()["choices"]
 
 
 @pytest.mark.parametrize(

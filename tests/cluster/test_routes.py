@@ -273,6 +273,7 @@ def test_whatever_makes_something_says_that_it_does() -> None:
             "/api/copy",
             "/apply-template",
             "/internal/prefill",
+            "/internal/pull",
         ),
     }
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence as ListLike
 
+import pytest
+
 from penstock.engine.planning.device import OutOfMemory, Payload
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.planning.params import SamplingParams
-from penstock.engine.planning.request import Request, Sequence
+from penstock.engine.planning.request import NO_LIMIT, Request, Sequence
+from penstock.engine.tiers import giving
 from penstock.engine.tiers.block_file import BlockKey
 from penstock.engine.tiers.chain import TierChain
 from penstock.engine.tiers.giving import Giver
@@ -48,16 +51,24 @@ def content(block: int) -> bytes:
 class Held:
     """A memory with a chain of some blocks, and one who gives them away."""
 
-    def __init__(self, num_blocks: int, windows: tuple[int, ...] = (0,), tiers: ListLike[Tier] = ()) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        windows: tuple[int, ...] = (0,),
+        tiers: ListLike[Tier] = (),
+        num_computed: int | None = None,
+    ) -> None:
+        """With `num_computed`, so many of them are there, and the rest is being computed."""
         self.memory = SequenceMemory(64, BLOCK_SIZE, windows=windows)
         tokens = tuple(range(BLOCK_SIZE * num_blocks))
         sequence = Sequence(
             Request(request_id="r", prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=1))
         )
         self.memory.start(sequence)
-        self.memory.commit(sequence, len(tokens))
+        self.memory.commit(sequence, BLOCK_SIZE * (num_blocks if num_computed is None else num_computed))
         self.table, self.hashes = list(sequence.block_table), list(sequence.block_hashes)
-        self.memory.release(sequence)
+        if num_computed is None:
+            self.memory.release(sequence)
         self.carrier = NumberCarrier()
         self.num_wakes = 0
         self.giver = Giver(TierChain(tiers, Clock()), self.carrier, self._wake)
@@ -91,6 +102,13 @@ def test_what_is_on_the_device_is_copied_in_order() -> None:
     assert held.came() == [content(held.table[i]) for i in (1, 0, 4)]
 
 
+def test_blocks_of_a_prompt_are_given_before_the_last_is_computed() -> None:
+    held = Held(5, num_computed=2)
+    assert held.memory.index.is_pending(held.hashes[2], NO_LIMIT)
+    held.ask(*map(BlockKey, held.hashes))
+    assert held.came() == [content(held.table[0]), content(held.table[1])]
+
+
 def test_tables_are_told_apart() -> None:
     held = Held(3, windows=(0, 0))
     held.ask(BlockKey(held.hashes[2], 1), BlockKey(held.hashes[2], 0), BlockKey(held.hashes[0], 2))
@@ -112,11 +130,16 @@ def test_what_is_in_a_tier_is_read_from_there() -> None:
     assert held.came() == [content(held.table[0]), KEPT, content(held.table[1])]
 
 
-def test_one_request_is_served_in_a_turn() -> None:
-    held = Held(3)
-    for number in range(3):
-        held.ask(BlockKey(held.hashes[number]))
-    assert [held.giver.turn(held.memory) for _ in range(4)] == [True, True, False, False]
+def test_a_turn_copies_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giving, "_TURN_BYTES", 2 * NumberCarrier.num_bytes)
+    held = Held(4)
+    for keys in (held.hashes[:1], held.hashes[1:2], held.hashes[:3], [b"?" * 16], held.hashes[3:]):
+        held.ask(*map(BlockKey, keys))
+    num_left = []
+    for _ in range(4):
+        held.giver.turn(held.memory)
+        num_left.append(len(held.giver._asked))
+    assert num_left == [3, 2, 0, 0]
 
 
 def test_what_cannot_be_copied_is_not_given() -> None:

@@ -6,17 +6,20 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection
 
 import pytest
 
 from penstock.engine.tiers import peer
 from penstock.engine.tiers.block_file import HEADER_BYTES, BlockKey, digest_of, pack, parse_key
+from penstock.engine.tiers.chain import BlockReader, Read, TierChain
+from penstock.engine.tiers.host import HostTier
 from penstock.engine.tiers.peer import MAX_KEYS, SHUN_S, PeerTier
 from tests.clock import Clock
 
 DIGEST = digest_of(["weights", "layout"])
 BLOCK_BYTES = 4_096
-KEYS = [BlockKey(bytes([number]) * 16) for number in range(80)]
+KEYS = [BlockKey(number.to_bytes(2, "big") * 8) for number in range(MAX_KEYS + 40)]
 Answer = Callable[[socket.socket, list[BlockKey]], None]
 """What a server sends when it was asked for these blocks."""
 
@@ -81,6 +84,27 @@ def test_blocks_are_read_in_batches_with_the_secret() -> None:
     stats = peers.stats()
     assert (stats.num_hits, stats.num_misses, stats.num_failures) == (len(KEYS), 0, 0)
     assert stats.bytes_read == len(KEYS) * BLOCK_BYTES
+
+
+def test_a_request_asks_for_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_REQUEST_BYTES", 3 * BLOCK_BYTES)
+    with serving(give) as (source, heads):
+        peers = tier()
+        peers.expect(source, KEYS[:7])
+        assert all(peers.read(key) for key in KEYS[:7])
+    assert len(heads) == 3
+
+
+def test_what_is_expected_twice_is_asked_for_once() -> None:
+    """The first part of a chain is expected while more of it is computed, and then all of it."""
+    with serving(give) as (source, heads):
+        peers = tier()
+        peers.expect(source, KEYS[:4], is_busy=True)
+        assert peers.read(KEYS[0]) is not None
+        peers.expect(source, KEYS[1:6])
+        assert all(peers.read(key) for key in KEYS[1:6])
+    names = [head.split()[1].rpartition("/")[2].split(",") for head in heads]
+    assert names == [[key.text for key in keys] for keys in (KEYS[:4], KEYS[4:6])]
 
 
 def test_nothing_is_looked_for_that_is_not_expected() -> None:
@@ -192,6 +216,44 @@ def test_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peers.stats().num_failures == 1
 
 
+def test_a_busy_server_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeouts: list[float] = []
+
+    def connection(host: str, port: int, *, timeout: float) -> HTTPConnection:
+        timeouts.append(timeout)
+        return HTTPConnection(host, port, timeout=timeout)
+
+    monkeypatch.setattr(peer, "HTTPConnection", connection)
+    with serving(give) as (source, _):
+        for is_busy in (True, False):
+            peers = tier()
+            peers.expect(source, KEYS[:1], is_busy=is_busy)
+            assert peers.read(KEYS[0]) is not None
+    assert timeouts == [peer.BUSY_S, peer.SILENT_S]
+
+
+def test_a_server_that_stops_in_the_middle_is_given_up_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken to be busy, and given so much time once: no other chain is asked for, but what came is read."""
+    monkeypatch.setattr(peer, "SILENT_S", 3600.0)
+    monkeypatch.setattr(peer, "BUSY_S", 0.05)
+    over = threading.Event()
+
+    def stop_after_two(connection: socket.socket, keys: list[BlockKey]) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 999999\r\n\r\n" + packed(keys[:2]))
+        over.wait()
+
+    with serving(stop_after_two) as (source, heads):
+        peers = tier()
+        peers.expect(source, KEYS[:4], is_busy=True)
+        peers.expect(source, KEYS[4:8], is_busy=True)
+        assert peers.read(KEYS[0]) is not None
+        assert [peers.has(key) for key in KEYS[:8]] == [False, True, *[False] * 6]
+        assert peers.read(KEYS[1]) is not None
+        over.set()
+    assert len(heads) == 1
+    assert peers.stats().num_failures == 1
+
+
 def test_a_server_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never silent for long, and would never be done."""
     monkeypatch.setattr(peer, "ANSWER_S", 0.2)
@@ -234,3 +296,46 @@ def test_the_rate_is_what_was_measured() -> None:
         peers.expect(source, KEYS[:4])
         assert all(peers.read(key) for key in KEYS[:4])
     assert peers.rate == pytest.approx(4 * BLOCK_BYTES / 2.0)
+    assert peers.read_rate.seconds(BLOCK_BYTES, clock.now) == pytest.approx(2.0 / 4)
+
+
+def test_the_time_until_a_busy_server_gives_is_not_that_of_reading() -> None:
+    """Else reading would seem to take as long as computing, since it goes on step by step."""
+    clock = Clock()
+
+    def give_after_a_step(connection: socket.socket, keys: list[BlockKey]) -> None:
+        clock.now += 2.0
+        give(connection, keys)
+
+    with serving(give_after_a_step) as (source, _):
+        peers = tier(clock)
+        peers.expect(source, KEYS[:4], is_busy=True)
+        assert all(peers.read(key) for key in KEYS[:4])
+    assert peers.rate == peer.NOMINAL_RATE
+    assert peers.read_rate.seconds(BLOCK_BYTES, clock.now) == 0.0
+    assert peers.stats().bytes_read == 4 * BLOCK_BYTES
+
+
+def test_who_needs_nothing_of_a_silent_server_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "BUSY_S", 60.0)
+    monkeypatch.setattr(peer, "ANSWER_S", 60.0)
+    over, near = threading.Event(), HostTier(1 << 20)
+    near.write(KEYS[-1], b"near")
+    come = threading.Semaphore(0)
+
+    def silent(*_: object) -> None:
+        over.wait()
+
+    with serving(silent) as (source, _):
+        peers = tier()
+        reader = BlockReader(TierChain([near, peers], Clock()), BLOCK_BYTES, 1 << 20, come.release)
+        reader.start()
+        for number in range(4):  # more than there are threads
+            peers.expect(source, KEYS[number : number + 1], is_busy=True)
+            reader.ask(Read(KEYS[number], None, number, lambda: True))
+        reader.ask(Read(KEYS[-1], None, 4, lambda: True))
+        assert come.acquire(timeout=10)
+        [(read, payload)] = reader.arrivals
+        assert (read.place, payload) == (4, b"near")
+        over.set()
+        reader.close(10)

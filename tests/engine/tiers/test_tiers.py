@@ -198,6 +198,29 @@ def test_those_in_the_queue_are_read_for() -> None:
     assert len(server.memory.index.match([key.hash for key in keys(PROMPT)])) == 4
 
 
+def test_a_chain_is_read_as_it_grows() -> None:
+    """Its blocks come into the tier one part after another; the request that comes then finds them on the device."""
+    source, server = Server(), Server()
+    source.run("first", PROMPT)
+    source.evict()
+    hint = make_request("hint", PROMPT)
+    for part in (keys(PROMPT)[:1], keys(PROMPT)[1:3], keys(PROMPT)[3:]):
+        for key in part:
+            payload = source.tier.read(key)
+            assert payload is not None
+            server.tier.write(key, payload)
+        server.tiers.expect([hint])
+        server.step()
+        server.tiers.read_some()
+        server.step()
+        assert server.memory.num_free_blocks == server.memory.num_blocks, "nothing is held for it"
+        assert not server.memory.index.num_pending
+    assert len(server.memory.index.match([key.hash for key in keys(PROMPT)])) == 4
+    timings = server.run("again", PROMPT).timings
+    assert timings is not None
+    assert timings.num_cached_tokens == timings.num_fetched_tokens == 16
+
+
 def test_what_is_distrusted_is_gone_everywhere() -> None:
     server = Server(num_blocks=40)
     server.run("first", PROMPT)
@@ -224,6 +247,23 @@ def test_the_forecast_counts_what_is_worth_reading() -> None:
     server.tiers.chain._rates[0].note(server.carrier.num_bytes, 10.0, server.tiers.now_s)
     assert server.tiers.tokens_gained(hashes, num_known) == 0
     assert server.tiers.tokens_gained(hashes, len(hashes)) == 0
+
+
+def test_what_others_have_is_read_although_it_takes_longer_and_the_forecast_counts_that() -> None:
+    server = Server(step_seconds=lambda num_prefill, *_: 0.1 * num_prefill)
+    server.run("first", PROMPT)
+    server.evict()
+    hashes = [key.hash for key in keys(PROMPT)]
+    num_known = len(server.memory.index.match(hashes))
+    server.tiers.chain._rates[0].note(server.carrier.num_bytes, 10.0, server.tiers.now_s)
+    fetcher = server.tiers._fetcher
+    assert fetcher.choose(server.memory, hashes, num_known) is None
+    server.tier.keeps = False
+    reads = fetcher.choose(server.memory, hashes, num_known)
+    assert reads is not None
+    assert len(reads.places) == len(hashes) - num_known
+    assert reads.read_s == pytest.approx(10.0 * len(reads.places))
+    assert server.tiers.tokens_gained(hashes, num_known) == 0
 
 
 def test_private_prompts_are_kept_nowhere() -> None:
