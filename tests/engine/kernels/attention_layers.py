@@ -330,7 +330,9 @@ def _of_latents(
     for head, up in enumerate(exactly(each) for each in shape.up):
         query = concatenated([dot(plain[:, head], up[: shape.plain]), turned[:, head]], -1)
         query = query.rounded(torch.bfloat16) if tiles else query
-        scores = dot(query, keys.mT).widened(2 * UNIT).scaled(math.log(2)).masked(places[first:, None] < places)
+        scores = (
+            dot(query, keys.mT).widened(2 * UNIT).scaled(math.log(2)).masked(places[first:, None] < places)
+        )
         narrow = torch.bfloat16 if tiles else torch.float32
         attended = ranges.attend(scores, keys[:, : shape.latent], weights_dtype=narrow)
         attended = attended.rounded(maps_read)

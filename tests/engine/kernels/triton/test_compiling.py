@@ -17,6 +17,7 @@ from tests.engine.kernels.triton.compiling import (
     key,
 )
 
+
 def trials() -> Iterator[Any]:
     """Every case on every card; `make test` compiles the first case of each kernel, for its first card."""
     kernels = set()
