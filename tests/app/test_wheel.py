@@ -279,13 +279,13 @@ def compiler_for(machine: Machine, folder: Path) -> dict[str, str]:
 def test_a_wheel_of_the_source_distribution_has_native_kernels_where_there_is_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of this machine, which are built for other tests, too."""
+    """Those of this machine, which are built for other tests, too; and whatever else has been built here."""
     source = unpacked(build("sdist", ROOT, tmp_path / "sdist"), tmp_path / "source")
     machine = this_machine()
     wheel = build("wheel", source, tmp_path / "wheel", **compiler_for(machine, tmp_path))
     assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{machine.architecture}.whl")
     kernels = [name.split("/")[-1] for name in names_in(wheel) if name.startswith(f"{KERNELS}/")]
-    assert {name.split("-")[3] for name in kernels} == {level.name for level in machine.usable()}
+    assert {name.split("-")[3] for name in kernels} >= {level.name for level in machine.usable()}
 
     (tmp_path / "venv").mkdir()
     environment = install(wheel, tmp_path / "venv")
