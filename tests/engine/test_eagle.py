@@ -175,7 +175,7 @@ def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
         {"before_step": preempt},
         {"num_blocks": 14},
     )
-    for how in hows:
+    for how in hows[2 * (name == "in_torch") :]:  # what becomes of blocks is planned alike
         expected = run(driver, requests, None, **how)
         wipe(driver)
         with pytest.MonkeyPatch.context() as patch:

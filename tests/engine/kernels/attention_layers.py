@@ -293,29 +293,31 @@ def spread(x: Range, dtype: torch.dtype) -> Range:
     return dot(x, exactly(rotated(torch.eye(head_dim), block_size(head_dim // 2))))
 
 
-def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, has_tiles: bool) -> Range:
-    """The attention of a whole sequence, [tokens, heads, numbers of a value]."""
+def expected(
+    layer: Layer, tokens: list[int], dtype: torch.dtype, *, has_tiles: bool, first: int = 0
+) -> Range:
+    """The attention of a whole sequence from a first token on, [tokens - first, heads, numbers of a value]."""
     shape, rows = layer.shape, layer.embedding[tokens]
     tiles = has_tiles and shape.is_tiled(dtype)
     if isinstance(shape, Latents):
-        return _of_latents(shape, rows, dtype, layer.maps_read, tiles=tiles)
-    return _of_heads(shape, rows, dtype, tiles=tiles)
+        return _of_latents(shape, rows, dtype, layer.maps_read, first, tiles=tiles)
+    return _of_heads(shape, rows, dtype, first, tiles=tiles)
 
 
 def _of_latents(
-    shape: Latents, rows: Tensor, dtype: torch.dtype, maps_read: torch.dtype, *, tiles: bool
+    shape: Latents, rows: Tensor, dtype: torch.dtype, maps_read: torch.dtype, first: int, *, tiles: bool
 ) -> Range:
     length = len(rows)
     cos, sin = COS[:length, : shape.rotated // 2], SIN[:length, : shape.rotated // 2]
-    queries = torch.unflatten(rows[:, : -shape.head_dim], 1, (shape.num_heads, -1))
+    queries = torch.unflatten(rows[first:, : -shape.head_dim], 1, (shape.num_heads, -1))
     latents = rows[:, -shape.head_dim :]
     factor = math.log2(math.e) * shape.query_size**-0.5
 
     def scaled(x: Range) -> Range:
-        return (x * exactly(shape.q_scales[:length, None, None])).scaled(factor).widened(2 * UNIT)
+        return (x * exactly(shape.q_scales[first:length, None, None])).scaled(factor).widened(2 * UNIT)
 
     plain = scaled(exactly(queries[..., : shape.plain])).rounded(maps_read)
-    turned = scaled(ranges.rotary(exactly(queries[..., shape.plain :]), cos, sin))
+    turned = scaled(ranges.rotary(exactly(queries[..., shape.plain :]), cos[first:], sin[first:]))
     key = ranges.rotary(exactly(latents[:, None, shape.latent :]), cos, sin)
     keys = concatenated([exactly(latents[:, : shape.latent] * shape.norm), key[:, 0]], -1)
     if dtype == torch.int8:
@@ -328,7 +330,9 @@ def _of_latents(
     for head, up in enumerate(exactly(each) for each in shape.up):
         query = concatenated([dot(plain[:, head], up[: shape.plain]), turned[:, head]], -1)
         query = query.rounded(torch.bfloat16) if tiles else query
-        scores = dot(query, keys.mT).widened(2 * UNIT).scaled(math.log(2)).masked(places[:, None] < places)
+        scores = (
+            dot(query, keys.mT).widened(2 * UNIT).scaled(math.log(2)).masked(places[first:, None] < places)
+        )
         narrow = torch.bfloat16 if tiles else torch.float32
         attended = ranges.attend(scores, keys[:, : shape.latent], weights_dtype=narrow)
         attended = attended.rounded(maps_read)
@@ -336,12 +340,13 @@ def _of_latents(
     return concatenated(by_head, 1)
 
 
-def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) -> Range:
+def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, first: int, *, tiles: bool) -> Range:
     length, half = len(rows), shape.head_dim // 2
     heads = rows.view(length, -1, shape.head_dim)
     queries, *written = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[:length, :half], SIN[:length, :half]
-    turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
+    turned = ranges.rotary(exactly(queries[first:]), cos[first:], sin[first:])
+    turned = turned.scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = spread(turned.widened(2 * UNIT), dtype)
     if is_quantized(dtype):
         turned = turned.scaled(1 / block_size(half))
@@ -355,10 +360,10 @@ def _of_heads(shape: Shape, rows: Tensor, dtype: torch.dtype, *, tiles: bool) ->
     values = stored(spread(exactly(written[1]), dtype) if is_packed else exactly(written[1]), dtype)
     value_scales = scales_of(exactly(written[1]), 127).high[..., 0]
     places = torch.arange(length)
-    distance = places[:, None] - places
+    distance = places[first:, None] - places
     hidden = (distance < 0) | (distance >= (shape.window if shape.window > 0 else MAX_POSITION))
     if shape.window < 0:
-        hidden |= places // -shape.window != places[:, None] // -shape.window
+        hidden |= places // -shape.window != places[first:, None] // -shape.window
     by_head = []
     for head in range(shape.num_heads):
         k, v = keys[:, head // shape.group], values[:, head // shape.group]

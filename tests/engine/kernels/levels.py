@@ -32,6 +32,8 @@ _EMULATED_ARM = () if this_machine().architecture == _ARM or emulated_arm.missin
 
 _OWN = (*(level.name for level in this_machine().usable()), TILES)
 LEVELS = (*_OWN, *_EMULATED_ARM)
+DOTPROD = "dotprod"
+"""The level that has code of its own for the products of integers alone."""
 ARM_VARIABLE = "PENSTOCK_TEST_ARM"
 MAIN_LEVELS = LEVELS if os.environ.get(ARM_VARIABLE) else _OWN
 """Without those of ARM, which `test_same_bits.py` holds against these, unless the variable asks for them."""

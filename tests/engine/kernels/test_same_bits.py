@@ -14,8 +14,9 @@ from penstock.engine.kernels.cpu.native import NativeLinear, Team
 from penstock.engine.kernels.kv_cache import KVFormat
 from penstock.engine.quant.codebook import Codebook
 from penstock.engine.quant.float8 import Float8
+from penstock.engine.quant.integers import Integers
 from tests.engine.families import STATES
-from tests.engine.kernels.levels import LEVELS, TILES, build_levels, library_of
+from tests.engine.kernels.levels import DOTPROD, LEVELS, TILES, build_levels, library_of
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, Types, config
 from tests.engine.kernels.test_native_experts import FORMATS, NAMES, SWIGLU, Kept, Pair, packed, random_step
 from tests.engine.kernels.test_native_states import ALL, FEW, run
@@ -24,7 +25,9 @@ from tests.engine.model.test_states import TOKEN_IDS
 pytestmark = pytest.mark.long("other instruction sets")
 
 FUSED = tuple(level for level in LEVELS if level != "portable")
-FUSED_FLOATS = tuple(level for level in FUSED if level not in (AVX512BF16, AMX, TILES))
+FUSED_BESIDE = tuple(level for level in FUSED if level != DOTPROD)
+"""Those with code of their own beside the products of integers."""
+FUSED_FLOATS = tuple(level for level in FUSED_BESIDE if level not in (AVX512BF16, AMX, TILES))
 """Those that multiply bfloat16, and what is decoded, in float32."""
 SAME_CHAINS = tuple(level for level in FUSED_FLOATS if level != "avx512")
 """Those that add over a state's keys in as many chains."""
@@ -36,7 +39,9 @@ def _built() -> None:
 
 
 def levels_for(kept: Kept) -> tuple[str, ...]:
-    return FUSED_FLOATS if kept is torch.bfloat16 or isinstance(kept, Float8 | Codebook) else FUSED
+    if isinstance(kept, Integers):
+        return FUSED
+    return FUSED_FLOATS if kept is torch.bfloat16 or isinstance(kept, Float8 | Codebook) else FUSED_BESIDE
 
 
 def check(levels: tuple[str, ...], compute: Callable[[Team], Tensor]) -> None:
@@ -95,7 +100,7 @@ def test_models(linear: torch.dtype, kv: torch.dtype) -> None:
         steps = ({0: (0, 61)}, {1: (0, 1), 0: (61, 89)}, {0: (89, 90)})
         return torch.cat([native(prompts.batch(step)) for step in steps])
 
-    check(FUSED if kv in (torch.float32, torch.float16, torch.uint8) else FUSED_FLOATS, compute)
+    check(FUSED_BESIDE if kv in (torch.float32, torch.float16, torch.uint8) else FUSED_FLOATS, compute)
 
 
 @pytest.mark.parametrize("family", FEW)

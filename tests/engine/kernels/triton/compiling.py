@@ -10,6 +10,7 @@ no constexpr is a `tl.tensor`, not `Any`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -168,7 +169,8 @@ def _as_launched(name: str, kernel: Any, values: dict[str, Any], architectures: 
     )
 
 
-def cases() -> Iterator[Case]:
+@functools.cache
+def cases() -> tuple[Case, ...]:
     """All cases of the folder, by module, each variant once.
 
     A kernel's first variant has all architectures, and so has each that uses tensor cores, which differ most between
@@ -176,20 +178,19 @@ def cases() -> Iterator[Case]:
     """
     package = importlib.import_module(__package__ or "")
     turns: Counter[str] = Counter()
-    seen = set[str]()
+    found: dict[str, Case] = {}
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("cases_"):
             for case in importlib.import_module(f"{__package__}.{module.name}").CASES:
                 variant = repr(replace(case, name=""))
-                if variant in seen:
+                if variant in found:
                     continue
-                seen.add(variant)
                 if case.architectures == ARCHITECTURES and not case.has_dot:
                     turn = turns[case.kernel.__name__]
                     turns[case.kernel.__name__] += 1
-                    yield case if turn == 0 else replace(case, architectures=(ARCHITECTURES[turn % 4],))
-                else:
-                    yield case
+                    case = case if turn == 0 else replace(case, architectures=(ARCHITECTURES[turn % 4],))
+                found[variant] = case
+    return tuple(found.values())
 
 
 def compile_all(keys: Sequence[str]) -> dict[str, Compiled | str]:
@@ -262,7 +263,7 @@ def _run_tool(name: str, *arguments: str) -> str:
 
 
 def _attempt(index: int, architecture: int) -> str:
-    case = list(cases())[index]
+    case = cases()[index]
     line: dict[str, Any] = {"key": key(case, architecture), "compiled": None, "error": None}
     try:
         line["compiled"] = asdict(compile_case(case, architecture))

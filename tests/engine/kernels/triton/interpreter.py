@@ -1,42 +1,59 @@
-"""Triton's interpreter without two things that take up to half of its time and find nothing.
+"""Triton's interpreter without what takes most of its time and finds nothing.
 
-It computes whether each sum of integers overflows, and then reports it only when it debugs. And each call of a device
-function replaces the functions of `triton.language` again, which the launch around it has replaced already.
+It computes whether each sum of integers overflows, and then reports it only when it debugs. Each launch, and each call
+of a device function, replaces the functions of `triton.language` by interpreted ones, and a launch puts them back. And
+the numpy type of a Triton type is looked up in a dictionary that is made for each lookup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 @dataclass
 class _Replaced:
-    """The modules whose functions are replaced until the launch that runs is over."""
+    """Replaces the functions of modules, once for the whole process: no test in it runs a compiled kernel."""
 
     replace_in: Callable[[Any], Any]
-    modules: set[int]
-    scope: Any = None
+    modules: set[int] = field(default_factory=set)
+    functions: set[Any] = field(default_factory=set)
+    """The kernels whose modules have been looked through."""
 
     def __call__(self, function: Any) -> _Replaced:
-        modules = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
-        if not modules <= self.modules:
-            scope = self.replace_in(function)
-            self.scope = self.scope or scope
-            self.modules |= modules
+        if function not in self.functions:
+            self.functions.add(function)
+            modules = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
+            if not modules <= self.modules:
+                self.replace_in(function)
+                self.modules |= modules
         return self
 
     def restore(self) -> None:
-        self.scope.restore()
-        self.modules.clear()
-        self.scope = None
+        """A launch is over."""
+
+
+@dataclass
+class _NumpyTypes:
+    """Finds the numpy type of a Triton type by its name."""
+
+    find: Callable[[Any], np.dtype[Any]]
+    types: dict[str, np.dtype[Any]] = field(default_factory=dict)
+
+    def __call__(self, type: Any) -> np.dtype[Any]:
+        name = type.scalar.name
+        if name not in self.types:
+            self.types[name] = self.find(type)
+        return self.types[name]
 
 
 def quicken() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-    interpreter._patch_lang = _Replaced(interpreter._patch_lang, set())
+    interpreter._patch_lang = _Replaced(interpreter._patch_lang)
+    interpreter._get_np_dtype = _NumpyTypes(interpreter._get_np_dtype)

@@ -17,13 +17,11 @@ from tests.engine.kernels.triton.compiling import (
     key,
 )
 
-CASES = list(cases())
-
 
 def trials() -> Iterator[Any]:
     """Every case on every card; `make test` compiles the first case of each kernel, for its first card."""
     kernels = set()
-    for case in CASES:
+    for case in cases():
         for architecture in case.architectures:
             marks = [pytest.mark.long("compilation for every card")] if case.kernel in kernels else []
             yield pytest.param(case, architecture, id=key(case, architecture), marks=marks)
@@ -40,7 +38,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, Compiled | str]:
 
 
 def test_names_are_unique() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) > 0
+    assert len({case.name for case in cases()}) == len(cases()) > 0
 
 
 @pytest.mark.parametrize(("case", "architecture"), list(trials()))
