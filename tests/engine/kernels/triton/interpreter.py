@@ -28,7 +28,9 @@ class _Replaced:
     def __call__(self, function: Any) -> _Replaced:
         if function not in self.functions:
             self.functions.add(function)
-            modules = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
+            modules = {
+                id(value) for value in function.__globals__.values() if value is tl or value is tl.core
+            }
             if not modules <= self.modules:
                 self.replace_in(function)
                 self.modules |= modules
