@@ -11,7 +11,7 @@ from penstock.engine.planning.prefix_index import PRIVATE, prompt_hashes
 from penstock.engine.planning.request import Output
 from penstock.engine.tiers.block_file import BlockKey
 from tests.engine.fake_runner import make_request
-from tests.engine.tiers.test_tiers import BLOCK_SIZE, EVICTING, PROMPT, ForgetfulTier, Server, keys
+from tests.engine.tiers.test_tiers import BLOCK_SIZE, PROMPT, ForgetfulTier, Server, keys
 
 STEM = PROMPT[:16]
 
@@ -162,14 +162,16 @@ def test_a_state_of_a_sequence_that_is_not_trusted_is_gone_everywhere() -> None:
     assert not server.tier.has(keys(PROMPT)[0])
 
 
-def test_a_private_state_is_kept_nowhere() -> None:
-    server, salt = Server(num_states=5, tier=LastingTier()), b"tenant" + PRIVATE
-    for name in ("first", "again"):
-        server.submit(name, PROMPT, salt)
+@pytest.mark.parametrize("num_states", [4, 20])
+def test_a_private_state_is_kept_nowhere(num_states: int) -> None:
+    """Neither when it makes way, nor when it is found twice, nor at the end."""
+    server, salt = Server(num_blocks=200, num_states=num_states, tier=LastingTier()), b"tenant" + PRIVATE
+    for number in range(4):
+        server.submit(f"first {number}", [30 + number // 2, *PROMPT[1:]], salt)
         server.finish()
-    server.evict()
+    assert len(server.memory.snapshots) > 0
     server.tiers.finish()
-    assert {key for key in server.tier._blocks if key.is_state} == {state_key(EVICTING, 24)}
+    assert states_in(server) == 0
 
 
 def test_the_forecast_counts_a_prompt_up_to_its_state() -> None:
