@@ -257,7 +257,9 @@ class Engine:
             return 0, 0
         num_cached, num_in_use = scheduler.memory.find_cached(hashes, token_ids)
         if tiers is not None:
-            num_cached += tiers.tokens_gained(hashes, num_cached // scheduler.memory.block_size)
+            size = scheduler.memory.block_size
+            num_gained = tiers.tokens_gained(hashes, num_cached // size)
+            num_cached = max(num_cached, num_cached // size * size + num_gained)
         return num_cached, num_in_use
 
     @property

@@ -349,10 +349,11 @@ class TierMetrics:
         }
         self._singles = {
             "num_fetched_blocks": page.counter(
-                "kv_tiers_fetched_blocks", "KV blocks brought back from the tiers."
+                "kv_tiers_fetched_blocks", "KV blocks, and states, brought back from the tiers."
             ),
             "num_lost_blocks": page.counter(
-                "kv_tiers_lost_blocks", "KV blocks overwritten while too many others waited to be written."
+                "kv_tiers_lost_blocks",
+                "KV blocks, and states, overwritten while too many others waited to be written.",
             ),
             "seconds_saved": page.counter(
                 "kv_tiers_saved_seconds",

@@ -1,7 +1,8 @@
-"""Contents of KV blocks on their way between the device and the host; see `planning.device.BlockCarrier`.
+"""Contents of pages on their way between the device and the host; see `planning.device.PageCarrier`.
 
 A block's content is the block as the kernels left it, in all planes, and after it the features of its tokens that the
-model keeps for a head, if it does. A draft model's own KV is not part of it: what it lacks, it reads again.
+model keeps for a head, if it does. A draft model's own KV is not part of it: what it lacks, it reads again. A slot's
+content is all of the slot, pending rows included, though nobody finds these.
 """
 
 from __future__ import annotations
@@ -18,86 +19,103 @@ from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.planning.device import OutOfMemory, Payload
 
 
-class BlockCopies:
-    """The carrier of a whole model's blocks.
+class PageCopies:
+    """The carrier of pages whose contents are in one tensor or in several.
 
     On a GPU, contents go through pinned memory and nothing waits for the device: the stream makes a copy happen after
     the steps before it and before those after it.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._kv, self._features, self._device = model.kv.data, model.features, model.device
-        self._kv_bytes = self._kv[:, :, 0].numel() * self._kv.itemsize
-        # On the host, numpy copies a block in one call; torch takes several, and each lets go of the lock.
-        self._host = [] if self._device.type != "cpu" else [_host_bytes(self._kv, 2)]
-        if self._host and self._features is not None:
-            self._host.append(_host_bytes(self._features, 0))
-        self.num_bytes = self._kv_bytes + (0 if self._features is None else self._features[0].nbytes)
-        self.layout = _layout(model)
+    def __init__(self, parts: list[tuple[Tensor, int]], layout: str) -> None:
+        """`parts` are the tensors, each with its dimension of pages."""
+        self._parts, self._device = parts, parts[0][0].device
+        self._sizes = [data.select(dim, 0).numel() * data.itemsize for data, dim in parts]
+        # On the host, numpy copies a page in one call; torch takes several, and each lets go of the lock.
+        self._host = [_host_bytes(data, dim) for data, dim in parts if data.device.type == "cpu"]
+        self.num_bytes = sum(self._sizes)
+        self.layout = layout
 
     @torch.inference_mode()
-    def copy_out(self, blocks: list[int]) -> HostCopies | DeviceCopies:
+    def copy_out(self, pages: list[int]) -> HostCopies | DeviceCopies:
         try:
             if self._device.type == "cpu":
-                return HostCopies([self._on_host(block) for block in blocks])
-            return self._from_device(blocks)
+                return HostCopies([self._on_host(page) for page in pages])
+            return self._from_device(pages)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(str(error)) from None
 
     @torch.inference_mode()
-    def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:
+    def copy_in(self, pages: list[int], payloads: list[Payload]) -> None:
+        if not self.num_bytes:
+            return
         if self._device.type == "cpu":
-            for block, payload in zip(blocks, payloads, strict=True):
-                self._exchange(block, np.frombuffer(payload, np.uint8), is_in=True)
+            for page, payload in zip(pages, payloads, strict=True):
+                self._exchange(page, np.frombuffer(payload, np.uint8), is_in=True)
         else:
-            self._to_device(blocks, payloads)
+            self._to_device(pages, payloads)
 
-    def _to_device(self, blocks: list[int], payloads: list[Payload]) -> None:
-        pinned = torch.empty((len(blocks), self.num_bytes), dtype=torch.uint8, pin_memory=True)
+    def _to_device(self, pages: list[int], payloads: list[Payload]) -> None:
+        pinned = torch.empty((len(pages), self.num_bytes), dtype=torch.uint8, pin_memory=True)
         for row, payload in zip(pinned, payloads, strict=True):
             row.copy_(_bytes_of(payload))
         rows = pinned.to(self._device, non_blocking=True)
-        for block, row in zip(blocks, rows, strict=True):
-            self._put(block, row)
+        for page, row in zip(pages, rows, strict=True):
+            self._put(page, row)
 
-    def _put(self, block: int, row: Tensor) -> None:
-        """Overwrites a block with a content [bytes] on the same device."""
-        target = self._kv[:, :, block]
-        target.copy_(row[: self._kv_bytes].view(self._kv.dtype).view(target.shape))
-        if self._features is not None:
-            features = self._features[block]
-            features.copy_(row[self._kv_bytes :].view(self._features.dtype).view(features.shape))
+    def _put(self, page: int, row: Tensor) -> None:
+        """Overwrites a page with a content [bytes] on the same device."""
+        for (data, dim), content in zip(self._parts, torch.split(row, self._sizes), strict=True):
+            target = data.select(dim, page)
+            target.copy_(content.view(data.dtype).view(target.shape))
 
-    def _rows(self, blocks: list[int]) -> Tensor:
-        """[N, bytes], the contents of blocks."""
-        at = torch.tensor(blocks, device=self._device)
-        parts = [self._kv.index_select(2, at).movedim(2, 0).reshape(len(blocks), -1).view(torch.uint8)]
-        if self._features is not None:
-            parts.append(self._features.index_select(0, at).reshape(len(blocks), -1).view(torch.uint8))
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    def _rows(self, pages: list[int]) -> Tensor:
+        """[N, bytes], the contents of pages."""
+        at = torch.tensor(pages, device=self._device)
+        rows = [
+            data.index_select(dim, at).movedim(dim, 0).reshape(len(pages), -1).view(torch.uint8)
+            for data, dim in self._parts
+        ]
+        return torch.cat(rows, 1) if len(rows) > 1 else rows[0]
 
-    def _on_host(self, block: int) -> memoryview:
-        """The content of a block, in memory of its own."""
+    def _on_host(self, page: int) -> memoryview:
+        """The content of a page, in memory of its own."""
         content = np.empty(self.num_bytes, np.uint8)
-        self._exchange(block, content, is_in=False)
+        self._exchange(page, content, is_in=False)
         return content.data
 
-    def _exchange(self, block: int, content: NDArray[np.uint8], *, is_in: bool) -> None:
-        """Copies a content [bytes] to its block in the host's memory, or from there."""
+    def _exchange(self, page: int, content: NDArray[np.uint8], *, is_in: bool) -> None:
+        """Copies a content [bytes] to its page in the host's memory, or from there."""
         begin = 0
-        for planes in self._host:
-            own = planes[block]
+        for pages in self._host:
+            own = pages[page]
             part = content[begin : begin + own.size].reshape(own.shape)
             np.copyto(own, part) if is_in else np.copyto(part, own)
             begin += own.size
 
-    def _from_device(self, blocks: list[int]) -> DeviceCopies:
-        rows = self._rows(blocks)
+    def _from_device(self, pages: list[int]) -> DeviceCopies:
+        rows = self._rows(pages)
         pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
         pinned.copy_(rows, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return DeviceCopies(pinned, event)
+
+
+class BlockCopies(PageCopies):
+    """The carrier of a whole model's blocks."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        features = [] if model.features is None else [(model.features, 0)]
+        super().__init__([(model.kv.data, 2), *features], _layout(model))
+
+
+class StateCopies(PageCopies):
+    """The carrier of a whole model's state slots."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        states = model.states
+        assert states is not None
+        super().__init__([(states.data, 0)], repr((_layout(model), states.layout)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +136,12 @@ class DeviceCopies:
 
     def wait(self) -> list[Payload]:
         self._event.synchronize()
-        # Copies, so that a block which is kept does not keep the pinned memory of all of them.
+        # Copies, so that a page which is kept does not keep the pinned memory of all of them.
         return [bytearray(row) for row in self._rows]
 
 
 def _host_bytes(data: Tensor, dim: int) -> NDArray[np.uint8]:
-    """[blocks, ..., bytes], the memory of a tensor on the host, of which `dim` has the blocks."""
+    """[pages, ..., bytes], the memory of a tensor on the host, of which `dim` has the pages."""
     found: NDArray[np.uint8] = data.view(torch.uint8).numpy()
     return np.moveaxis(found, dim, 0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.execution.block_copies import BlockCopies
+from penstock.engine.execution.block_copies import BlockCopies, StateCopies
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.planning.request import NO_LIMIT
@@ -43,7 +43,8 @@ def facts_of(model: LoadedModel, num_ahead: int | None = None, *, runs_plain: bo
         num_pending=options.num_pending if num_states else 0,
         has_experts=model.config.spec.chosen_share > 0,
         num_stages=num_stages,
-        carrier=BlockCopies(model) if model.world is None and not num_states else None,
+        carrier=BlockCopies(model) if model.world is None else None,
+        state_carrier=StateCopies(model) if model.world is None and num_states else None,
         num_ranks=1 if model.kernels.expert_ranks is None else model.kernels.expert_ranks.size,
     )
 

@@ -42,32 +42,33 @@ class StepInFlight(Protocol):
 
 
 Payload = bytes | bytearray | memoryview
-"""The content of a block; nobody changes it."""
+"""The content of a block, or of a state slot; nobody changes it."""
 
 
 class Staged(Protocol):
-    """Contents of blocks on their way to the host."""
+    """Contents of pages on their way to the host."""
 
     def wait(self) -> list[Payload]:
-        """Waits until they have come, and returns the content of each block. Called once, from any thread."""
+        """Waits until they have come, and returns the content of each page. Called once, from any thread."""
 
 
-class BlockCarrier(Protocol):
-    """Carries contents of KV blocks from the device to the host and back. Every call comes from the step thread.
+class PageCarrier(Protocol):
+    """Carries contents of pages, which are KV blocks or state slots, from the device to the host and back. Every call
+    comes from the step thread.
 
-    What it does to a block happens after the steps that were launched before, and before those that are launched later.
+    What it does to a page happens after the steps that were launched before, and before those that are launched later.
     """
 
     num_bytes: int
-    """The bytes of a block's content."""
+    """The bytes of a page's content."""
     layout: str
-    """What has to be equal for the contents of two runners' blocks to mean the same, apart from the weights."""
+    """What has to be equal for the contents of two runners' pages to mean the same, apart from the weights."""
 
-    def copy_out(self, blocks: list[int]) -> Staged:
+    def copy_out(self, pages: list[int]) -> Staged:
         """Raises OutOfMemory if there is no room for that on the host."""
 
-    def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:
-        """Overwrites distinct blocks."""
+    def copy_in(self, pages: list[int], payloads: list[Payload]) -> None:
+        """Overwrites distinct pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +113,10 @@ class RunnerFacts:
     num_ranks: int = 1
     """The ranks that have sequences of their own, and `num_blocks` each. Each rank's blocks have the numbers after
     those of the rank before."""
-    carrier: BlockCarrier | None = None
-    """Carries contents of blocks; None where a block's content is in several places, or is not all there is to find."""
+    carrier: PageCarrier | None = None
+    """Carries contents of blocks; None where a block's content is in several places."""
+    state_carrier: PageCarrier | None = None
+    """Carries contents of state slots; given together with `carrier` where layers have a state."""
 
 
 class Runner(Protocol):

@@ -31,13 +31,13 @@ from collections.abc import Sequence as ListLike
 from math import inf
 
 from penstock.engine.planning.blocks import BlockPool
-from penstock.engine.planning.outside import Content, Outside
+from penstock.engine.planning.outside import STATE, Content, Outside
 from penstock.engine.planning.prefix_events import Dropped, Found, PrefixLog
 from penstock.engine.planning.prefix_index import PRIVATE, PrefixIndex, extend_chain
 from penstock.engine.planning.request import NO_LIMIT, Sequence
 from penstock.engine.planning.snapshots import Snapshots
 from penstock.engine.planning.state_group import StateGroup, most_running
-from penstock.engine.planning.state_records import Prefix, StateUse
+from penstock.engine.planning.state_records import Prefix, Snapshot, StateUse
 from penstock.engine.planning.step import StepPlan
 from penstock.engine.planning.windows import Windows
 
@@ -80,7 +80,7 @@ class SequenceMemory:
         self.index = PrefixIndex(self.windows.num_seen)
         self.pool: BlockPool = BlockPool(num_blocks, self._reuse, after=None if after is None else after.pool)
         self.slots = BlockPool(num_states or 2, unit="state slot")  # without states, nobody asks for one
-        self.snapshots = Snapshots(block_size, self.index, self.pool, self.slots)
+        self.snapshots = Snapshots(block_size, self.index, self.pool, self.slots, self._note_dropped)
         states = StateGroup(self.slots, self.snapshots, self.windows, num_pending, prefix_cache=prefix_cache)
         self.states = states if num_states else None
         self._num_steps = 0
@@ -94,6 +94,12 @@ class SequenceMemory:
         """The blocks of private prompts that can be found; they are not kept outside."""
         self._brought_back: set[int] = set()
         """The blocks whose content it has brought back, and that no sequence has found since."""
+
+    def keep_outside(self, outside: Outside) -> None:
+        """From now on, this keeps what is overwritten here."""
+        self.outside = outside
+        if self.states is not None:
+            self.states.are_kept_outside = True
 
     def limit_chunks(self, max_tokens: int) -> None:
         """No chunk will be larger than this: it bounds the room that a sequence needs under a sliding window."""
@@ -320,14 +326,17 @@ class SequenceMemory:
 
         It is if that one is at least as urgent: a less urgent one may be held up by everybody who goes before it, and
         would hold this one up as well. Without states, it is the block after the cached ones; with states, the last
-        block that the two share, if the other will leave a snapshot there and what is found already is not near.
+        block that the two share, if the other will leave a snapshot there and what is found already is not near. What
+        comes from outside is worth waiting for in either case.
         """
         prefix, hashes, lane = self.find_prefix(sequence), sequence.block_hashes, sequence.request.lane
-        if self.states is None:
-            awaited = hashes[prefix.num_known] if prefix.num_known < len(hashes) else b""
-            if self.outside is not None:
-                self.outside.fetch(sequence, hashes, prefix.num_known)
-            return awaited if self.index.is_pending(awaited, lane) else b""
+        num_usable = prefix.num_known if self.states is None else prefix.num_tokens // self.block_size
+        if self.outside is not None:
+            self.outside.fetch(sequence, hashes, num_usable)
+        awaited = hashes[num_usable] if num_usable < len(hashes) else b""
+        owner = self.index.owner_of(awaited, lane)
+        if self.states is None or not (owner is None or isinstance(owner, Sequence)):
+            return b"" if owner is None else awaited
         num_shared = self.index.num_shared(hashes, prefix.num_known, lane)
         at = num_shared * self.block_size
         if at - prefix.num_tokens < self.block_size:
@@ -380,7 +389,7 @@ class SequenceMemory:
         if num_full and log is not None and sequence.timings.num_cached_tokens < 0:  # else it was preempted
             log.add(Found(sequence.block_hashes[num_full - 1]))
         if self.outside is not None and not sequence.request.salt.endswith(PRIVATE):
-            self._note_found(sequence, prefix.entries)
+            self._note_found(sequence, prefix)
         sequence.prefix, sequence.block_table, sequence.rewritten = None, list(prefix.entries), []
         sequence.num_computed = sequence.num_committed = prefix.num_tokens
         self._extend(sequence, self._ends_at_start(sequence, prefix))
@@ -492,9 +501,8 @@ class SequenceMemory:
         """Lets the blocks of a sequence be found no more, those included that it found itself."""
         for block in filter(None, sequence.block_table):
             if self.findable[block]:
-                key = self.index.key_of(block)
-                if key is not None and self.outside is not None:
-                    self.outside.forget(*key)
+                if self.outside is not None:
+                    self._forget_outside(block, self.outside)
                 self._drop(block)
 
     def release(self, sequence: Sequence) -> None:
@@ -530,6 +538,26 @@ class SequenceMemory:
                 if self.log is not None and not content.table:
                     self.log.stored(*content[:2], content.depth, self.block_size, content.salt)
         self.pool.give_back(blocks)
+
+    def take_slot(self, worth: int) -> int:
+        """Takes a slot for a state from outside that saves so many tokens; it is given back by `bring_back_state`.
+
+        Returns:
+            0 if there is none.
+        """
+        return 0 if self.states is None else self.states.allocate(worth)
+
+    def bring_back_state(self, slot: int, content: Content | None, num_fetched: int = 0) -> None:
+        """Gives back a slot that was taken; with this content, it can be found.
+
+        Args:
+            num_fetched: the tokens that need not be computed for it.
+        """
+        if content is None:
+            self.slots.give_back([slot])
+            return
+        end, key = (content.depth + 1) * self.block_size, content.hash
+        self.snapshots.add(Snapshot(slot, end, key, [], [], end, kept_as=key, num_fetched=num_fetched))
 
     def refresh(self, hashes: list[bytes]) -> None:
         """Lets the known blocks of a chain be those that are reused last: more of it is about to be brought back."""
@@ -580,16 +608,23 @@ class SequenceMemory:
                 if self.log is not None and not number:
                     self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
-    def _note_found(self, sequence: Sequence, entries: list[int]) -> None:
+    def _note_found(self, sequence: Sequence, prefix: Prefix) -> None:
         """Tells who keeps contents outside what a sequence that starts has found, and counts what came from there."""
         assert self.outside is not None
-        self.outside.note_found(sequence.block_hashes, entries)
-        back = self._brought_back
+        entries, snapshot, back = prefix.entries, prefix.snapshot, self._brought_back
+        kept = snapshot
+        while kept is not None and not kept.kept_as:
+            kept = kept.parent
+        self.outside.note_found(sequence.block_hashes, entries, kept)
+        num_fetched = 0
         if back and not back.isdisjoint(entries):
             places = {i // self.num_tables for i, block in enumerate(entries) if block in back}
-            if sequence.timings.num_cached_tokens < 0:  # it starts for the first time
-                sequence.timings.num_fetched_tokens = len(places) * self.block_size
+            num_fetched = len(places) * self.block_size
             back.difference_update(entries)
+        if snapshot is not None:
+            num_fetched, snapshot.num_fetched = max(num_fetched, snapshot.num_fetched), 0
+        if num_fetched and sequence.timings.num_cached_tokens < 0:  # it starts for the first time
+            sequence.timings.num_fetched_tokens = num_fetched
 
     def _reuse(self, block: int) -> None:
         """A block is handed out, and will be overwritten."""
@@ -597,7 +632,25 @@ class SequenceMemory:
             key = self.index.key_of(block)
             if key is not None:
                 self.outside.note_reused(block, *key)
+            for snapshot in self.snapshots.needing(block, key[0] if key else b""):
+                self._note_dropped(snapshot)
         self._drop(block)
+
+    def _note_dropped(self, snapshot: Snapshot) -> None:
+        """A snapshot makes way, and its slot may be overwritten."""
+        if self.outside is not None and snapshot.kept_as:
+            self.outside.note_reused(snapshot.slot, snapshot.kept_as, STATE)
+
+    def _forget_outside(self, block: int, outside: Outside) -> None:
+        """Has the content of a block dropped outside, and the states that follow from it."""
+        key = self.index.key_of(block)
+        kept = {snapshot.kept_as for snapshot in self.snapshots.needing(block, key[0] if key else b"")}
+        if key is not None:
+            outside.forget(*key)
+            kept.add(key[0])
+        if self.states is not None:
+            for block_hash in kept - {b""}:
+                outside.forget(block_hash, STATE)
 
     def _drop(self, block: int) -> None:
         """The content of a block is gone, and what can only be found together with it."""

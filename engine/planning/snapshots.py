@@ -22,7 +22,16 @@ from penstock.engine.planning.state_records import Prefix, Snapshot
 class Snapshots:
     """The snapshots by the last full block before them; every one of them is a reference to its slot."""
 
-    def __init__(self, block_size: int, index: PrefixIndex, pool: BlockPool, slots: BlockPool) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        index: PrefixIndex,
+        pool: BlockPool,
+        slots: BlockPool,
+        on_reuse: Callable[[Snapshot], None] = lambda _: None,
+    ) -> None:
+        """`on_reuse` is called with every snapshot that makes way for the state of a sequence."""
+        self._on_reuse = on_reuse
         self._block_size, self._index, self._pool, self._slots = block_size, index, pool, slots
         self._by_key: dict[bytes, tuple[Snapshot, ...]] = {}
         """Tuples, so that another thread may read them."""
@@ -117,10 +126,14 @@ class Snapshots:
         self._most_pending = max(self._most_pending, snapshot.end - snapshot.base)
         self._index.generation += 1
 
-    def withdraw(self, snapshot: Snapshot) -> None:
-        """Gives up a snapshot that cannot be found yet, or any more."""
+    def withdraw(self, snapshot: Snapshot, last_step: int = 0) -> None:
+        """Gives up a snapshot that cannot be found yet, or any more.
+
+        Args:
+            last_step: the last step in flight that may write it; 0 if none does.
+        """
         snapshot.is_gone = True
-        self._slots.give_back([snapshot.slot])
+        self._slots.give_back([snapshot.slot], last_step)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Lets a snapshot be found no more: blocks that nobody else finds are the next to be overwritten."""
@@ -139,11 +152,21 @@ class Snapshots:
                     self._pool.findable[block] = 0
                     self._pool.forget(block)
 
+    def needing(self, block: int, key: bytes) -> tuple[Snapshot, ...]:
+        """Returns the snapshots that need a block, those after it included: `key` is its hash."""
+        return tuple(dict.fromkeys((*self._by_key.get(key, ()), *self._by_block.get(block, ()))))
+
     def drop_with(self, block: int, key: bytes) -> None:
-        """Drops the snapshots that need a block whose content is gone, those after it included: `key` was its hash."""
-        for snapshot in (*self._by_key.get(key, ()), *self._by_block.get(block, ())):
-            if not snapshot.is_gone:
-                self.drop(snapshot)
+        """Drops the snapshots that need a block whose content is gone."""
+        for snapshot in self.needing(block, key):
+            self.drop(snapshot)
+
+    def has_state(self, block_hash: bytes, slot: int = 0) -> bool:
+        """Returns whether the state right after a block is found, in that slot if one is given; for any thread."""
+        return any(
+            snapshot.kept_as == block_hash and slot in (0, snapshot.slot)
+            for snapshot in self._by_key.get(block_hash, ())
+        )
 
     def needs(self, block: int) -> bool:
         """Returns whether a snapshot needs this block, apart from the prefix index."""
@@ -161,6 +184,7 @@ class Snapshots:
         least = min((s for s in self._all if counts[s.slot] == 1), key=self._value, default=None)
         if least is None or self._value(least) >= worth:
             return False
+        self._on_reuse(least)
         self.drop(least)
         return True
 
@@ -170,6 +194,7 @@ class Snapshots:
         if not slot or self._slots.ref_counts[slot] - len(sharing) != 1:
             return False
         for snapshot in sharing:
+            self._on_reuse(snapshot)
             self.drop(snapshot)
         return True
 

@@ -9,6 +9,7 @@ Snapshots are taken where they will be asked for:
                                               few tokens before its end, as a conversation's next turn does
     where a sequence ends, or gives way       its own slot becomes the snapshot
     where a prompt leaves a chain of others   at the last block that they share, if no snapshot is near
+    at the last block that a prompt fills     where states are kept outside, which are found where a block ends
 
 Whoever finds one shares its slot until its next step, and its blocks; a block that is not full is copied.
 """
@@ -22,7 +23,7 @@ from math import inf
 from typing import NamedTuple
 
 from penstock.engine.planning.blocks import BlockPool
-from penstock.engine.planning.prefix_index import chain_start, extend_chain
+from penstock.engine.planning.prefix_index import PRIVATE, chain_start, extend_chain
 from penstock.engine.planning.request import FinishReason, Sequence
 from penstock.engine.planning.snapshots import Snapshots
 from penstock.engine.planning.state_records import ChunkState, Prefix, Save, SequenceState, Snapshot, StateUse
@@ -66,6 +67,8 @@ class StateGroup:
         self._block_size, self._num_tables = windows.block_size, windows.num_tables
         self._num_pending, self._prefix_cache = num_pending, prefix_cache
         self._left: deque[LeftState] = deque()
+        self.are_kept_outside = False
+        """Whether states that follow from full blocks are kept outside of the device's memory."""
 
     @property
     def use(self) -> StateUse:
@@ -93,6 +96,8 @@ class StateGroup:
         self.snapshots.note_request(snapshot)
         if junction - num_tokens >= self._block_size:
             state.junctions.append(junction)
+        if (filled := self._filled(sequence)) > num_tokens:
+            state.junctions.append(filled)
         if snapshot is not None:
             state.slot, state.at = snapshot.slot, snapshot.base
             self.slots.hold(snapshot.slot)
@@ -152,7 +157,8 @@ class StateGroup:
         """Gives all slots of a sequence back. Its state becomes a snapshot, if it is whole and may be needed again.
 
         Args:
-            last_step: the last step in flight, before which the snapshot is not found; 0 if there is none.
+            last_step: the last step in flight, before which the snapshot is not found and no slot is free; 0 if there
+                is none.
         """
         state = sequence.state
         if state is None:
@@ -166,9 +172,9 @@ class StateGroup:
         ):
             self._keep_end(sequence, state, last_step)
         for snapshot in state.promised:
-            self.snapshots.withdraw(snapshot)
-        self._end_forks(state)
-        self.slots.give_back([state.slot, state.next])
+            self.snapshots.withdraw(snapshot, last_step)
+        self._end_forks(state, last_step)
+        self.slots.give_back([state.slot, state.next], last_step)
         sequence.state = None
 
     def _keep_end(self, sequence: Sequence, state: SequenceState, last_step: int) -> None:
@@ -245,7 +251,9 @@ class StateGroup:
         start, last = chunk.start, chunk.sequence.num_prompt_tokens - 1
         end = start + chunk.num_tokens - len(chunk.drafts)
         base = max(start, last - self._num_pending) if start < last <= end else end + 1
-        for at in sorted(state.junctions):
+        if base <= (filled := self._filled(chunk.sequence)) <= end:
+            base = filled  # its pending rows reach the prompt's end from there, too
+        for at in sorted({*state.junctions}):
             if start <= at < base:
                 self._save(chunk, assignment, state, at, end)
         state.junctions = [at for at in state.junctions if at > end]
@@ -283,11 +291,11 @@ class StateGroup:
 
     def _snapshot(self, sequence: Sequence, state: SequenceState, base: int, end: int) -> Snapshot:
         """A snapshot without a slot, of a state and pending rows up to `end`."""
-        size, num_tables = self._block_size, self._num_tables
+        size, num_tables, salt = self._block_size, self._num_tables, sequence.request.salt
         first, key = base // size, b""
         if self._is_findable(sequence, end):
             hashes = extend_chain(sequence, end // size, size)
-            key = hashes[first - 1] if first else chain_start(sequence.request.salt)
+            key = hashes[first - 1] if first else chain_start(salt)
         return Snapshot(
             slot=0,
             base=base,
@@ -296,15 +304,22 @@ class StateGroup:
             blocks=sequence.block_table[first * num_tables : -(-end // size) * num_tables],
             end=end,
             parent=state.last,
+            kept_as=key if first and base == first * size and not salt.endswith(PRIVATE) else b"",
         )
+
+    def _filled(self, sequence: Sequence) -> int:
+        """The tokens of the last block that a prompt fills before its last token, if a state is to be kept there."""
+        if not self.are_kept_outside or sequence.request.salt.endswith(PRIVATE):
+            return 0
+        return (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
 
     def _is_findable(self, sequence: Sequence, end: int) -> bool:
         """Whether others may find what a sequence leaves up to there."""
         return self._prefix_cache and end <= sequence.num_findable and not sequence.num_dropped
 
-    def _end_forks(self, state: SequenceState) -> None:
+    def _end_forks(self, state: SequenceState, last_step: int = 0) -> None:
         if state.fork is not None:
-            self.slots.give_back([state.fork[0]])
+            self.slots.give_back([state.fork[0]], last_step)
             state.fork = None
 
 

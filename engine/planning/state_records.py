@@ -58,6 +58,11 @@ class Snapshot:
     """One before it in its chain, which may be gone."""
     used: int = 0
     """The time of its last use, as a count of started requests."""
+    kept_as: bytes = b""
+    """The hash by which its state may be kept outside of the device's memory: its key, if the state follows from full
+    blocks and is not private."""
+    num_fetched: int = 0
+    """The tokens that it was brought back for, if it was, until a sequence finds it."""
     is_gone: bool = False
 
     def reach(self, tail: ListLike[int]) -> int:

@@ -2,7 +2,7 @@
 
     magic     8   b"PENSTOCK"
     version   2   of this header
-    table     2   the block table whose layers' keys and values it holds
+    table     2   the block table whose layers' keys and values it holds, or STATE for the state after the block
     checksum  4   CRC-32 of all other bytes
     digest   16   of everything that gives the payload its meaning: see `digest_of`
     hash     16   of the block's tokens and all before them, the salt of their tenant included: see prefix_index.py
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from penstock.engine.planning.device import Payload
+from penstock.engine.planning.outside import STATE
 
 __all__ = ["BadBlock", "BlockKey", "Payload", "digest_of", "header", "pack", "parse_key", "unpack"]
 
@@ -45,7 +46,11 @@ class BlockKey(NamedTuple):
     hash: bytes
     """16 bytes: of its tokens and all before them."""
     table: int = 0
-    """The block table of a sequence whose layers it is for."""
+    """The block table of a sequence whose layers it is for; STATE for the state of layers that have one."""
+
+    @property
+    def is_state(self) -> bool:
+        return self.table == STATE
 
     @property
     def text(self) -> str:

@@ -22,20 +22,31 @@ _LOOK_OVER_S = 10.0
 
 
 class TierChain:
-    """Tiers, the nearest first: a block is read from the first that has it, and then the ones before keep it, too."""
+    """Tiers, the nearest first: a block is read from the first that has it, and then the ones before keep it, too.
 
-    def __init__(self, tiers: ListLike[Tier], clock: Callable[[], float]) -> None:
+    Whatever it says of blocks is true of states as well. A block without bytes, which is one of a model without
+    attention, is kept nowhere and read at once.
+    """
+
+    def __init__(
+        self, tiers: ListLike[Tier], clock: Callable[[], float], *, blocks_are_empty: bool = False
+    ) -> None:
         self.tiers = tiers
+        self._blocks_are_empty = blocks_are_empty
         self._clock = clock
         self._rates = [tier.read_rate or ReadRate() for tier in tiers]
         self._keeps_any = any(tier.keeps for tier in tiers)
 
     def keeps(self, key: BlockKey) -> bool:
         """Returns whether a block need not be written again."""
-        return not self._keeps_any or any(tier.keeps and tier.has(key) for tier in self.tiers)
+        if not self._keeps_any or self._is_empty(key):
+            return True
+        return any(tier.keeps and tier.has(key) for tier in self.tiers)
 
     def read_seconds(self, key: BlockKey, num_bytes: int, now: float) -> float | None:
         """Returns the expected time of reading a block; None if no tier has it. For any thread."""
+        if self._is_empty(key):
+            return 0.0
         for tier, rate in zip(self.tiers, self._rates, strict=True):
             if tier.has(key):
                 return rate.seconds(num_bytes, now)
@@ -46,6 +57,8 @@ class TierChain:
         return next((not tier.keeps for tier in self.tiers if tier.has(key)), False)
 
     def read(self, key: BlockKey) -> Payload | None:
+        if self._is_empty(key):
+            return b""
         for number, (tier, rate) in enumerate(zip(self.tiers, self._rates, strict=True)):
             if not tier.has(key):
                 continue
@@ -77,6 +90,9 @@ class TierChain:
         for tier in self.tiers:
             tier.close()
 
+    def _is_empty(self, key: BlockKey) -> bool:
+        return self._blocks_are_empty and not key.is_state
+
 
 class Batch(NamedTuple):
     """Blocks on their way to the tiers."""
@@ -89,13 +105,19 @@ class BlockWriter:
     """Writes blocks behind the steps, in a thread of its own."""
 
     def __init__(
-        self, chain: TierChain, block_bytes: int, most_bytes: int, clock: Callable[[], float]
+        self,
+        chain: TierChain,
+        block_bytes: int,
+        most_bytes: int,
+        clock: Callable[[], float],
+        state_bytes: int = 0,
     ) -> None:
-        """`most_bytes` bounds what waits to be written."""
+        """`most_bytes` bounds the blocks that wait to be written, and the states as well."""
         self._chain, self._clock = chain, clock
-        self._most = max(1, most_bytes // max(1, block_bytes))
+        self._most = [max(1, most_bytes // max(1, size)) for size in (block_bytes, state_bytes)]
         self.batches: SimpleQueue[Batch | None] = SimpleQueue()
-        self._waiting: set[BlockKey] = set()
+        self._waiting: tuple[set[BlockKey], set[BlockKey]] = set(), set()
+        """Blocks, and states."""
         self._written = threading.Event()
         self._looked_s = clock()
         self._thread = threading.Thread(target=self._run, name="penstock-kv-writer", daemon=True)
@@ -103,28 +125,28 @@ class BlockWriter:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def room(self) -> int:
-        """The blocks that may be put."""
-        return self._most - len(self._waiting)
+    def room(self, *, of_states: bool) -> int:
+        """Returns how many blocks, or states, may be put."""
+        return self._most[of_states] - len(self._waiting[of_states])
 
     def has(self, key: BlockKey) -> bool:
         """Returns whether a block waits to be written."""
-        return key in self._waiting
+        return key in self._waiting[key.is_state]
 
     def put(self, keys: list[BlockKey], staged: Staged) -> None:
-        self._waiting.update(keys)
+        for key in keys:
+            self._waiting[key.is_state].add(key)
         self.batches.put(Batch(keys, staged))
 
     def forget(self, key: BlockKey) -> None:
         """Keeps a block from being written, and drops it where it is."""
-        self._waiting.discard(key)
+        self._waiting[key.is_state].discard(key)
         self._chain.forget(key)
 
-    def wait_for_room(self, timeout_s: float) -> None:
-        """Waits until a block was written, or so long."""
+    def wait_for_room(self, timeout_s: float, *, of_states: bool) -> None:
+        """Waits until something was written, or so long."""
         self._written.clear()
-        if not self.room:
+        if not self.room(of_states=of_states):
             self._written.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -133,8 +155,10 @@ class BlockWriter:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("%d KV blocks were not written in time, and are lost", len(self._waiting))
-            self._waiting.clear()
+            num_lost = sum(map(len, self._waiting))
+            log.warning("%d KV blocks or states were not written in time, and are lost", num_lost)
+            for waiting in self._waiting:
+                waiting.clear()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -153,16 +177,18 @@ class BlockWriter:
     def write(self, batch: Batch) -> None:
         try:
             for key, payload in zip(batch.keys, batch.staged.wait(), strict=True):
-                if key not in self._waiting:
+                waiting = self._waiting[key.is_state]
+                if key not in waiting:
                     continue
                 self._chain.write(key, payload)
-                if key not in self._waiting:  # it was distrusted meanwhile
+                if key not in waiting:  # it was distrusted meanwhile
                     self._chain.forget(key)
-                self._waiting.discard(key)
+                waiting.discard(key)
                 self._written.set()
         except Exception:
             log.exception("writing KV blocks failed; they are lost, and computed again")
-        self._waiting.difference_update(batch.keys)
+        for waiting in self._waiting:
+            waiting.difference_update(batch.keys)
         self._written.set()
 
 
@@ -191,7 +217,7 @@ class BlockReader:
     ) -> None:
         """
         Args:
-            most_bytes: bounds what has been read and not taken.
+            most_bytes: bounds the blocks that have been read and not taken; whoever asks for states bounds these.
             wake: is called when something has arrived.
             num_threads: for far blocks, and as many for others.
         """
@@ -215,8 +241,9 @@ class BlockReader:
     def ask(self, read: Read) -> None:
         (self._far_reads if self._chain.is_far(read.key) else self.reads).put(read)
 
-    def note_taken(self) -> None:
-        self._room.release()
+    def note_taken(self, read: Read) -> None:
+        if not read.key.is_state:
+            self._room.release()
 
     def close(self, timeout_s: float) -> None:
         """Ends when each thread has read what it is reading, or when so much time has passed."""
@@ -231,7 +258,8 @@ class BlockReader:
 
     def _run(self, reads: SimpleQueue[Read | None]) -> None:
         while (read := reads.get()) is not None and not self._is_closed:
-            self._room.acquire()
+            if not read.key.is_state:
+                self._room.acquire()
             self.read(read)
             self._wake()
 

@@ -1,8 +1,11 @@
-"""What comes back from the tiers: the blocks that a request needs, read while it waits.
+"""What comes back from the tiers: the blocks, and the state, that a request needs, read while it waits.
 
 A fetch marks the hashes of its blocks in the prefix index as pending, as a sequence does that computes them. So whoever
 needs them waits, and goes on with what has come when the fetch is over. It is over when all has come, when a block
 could not be read (then what lies before it still comes), or when it has taken as long as computing would have.
+
+Where layers have a state, a chain is of use only up to a block after which there is one. It is read together with the
+blocks, and is written to a slot when all of these have come; if one of them does not, nothing of the chain is used.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.engine.planning.device import BlockCarrier, DeviceError, Payload
+from penstock.engine.planning.device import DeviceError, PageCarrier, Payload
 from penstock.engine.planning.memory import SequenceMemory
-from penstock.engine.planning.outside import Content
+from penstock.engine.planning.outside import STATE, Content
 from penstock.engine.planning.request import NO_LIMIT
 from penstock.engine.planning.request_queue import StepSeconds
 from penstock.engine.tiers.block_file import BlockKey
@@ -33,7 +36,7 @@ _LEAST_LANDED_BYTES, _MOST_LANDED_BYTES = 1 << 20, 32 << 20
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """Blocks of a chain that are on their way."""
+    """Blocks of a chain that are on their way, and perhaps the state after the last of them."""
 
     hashes: list[bytes]
     """The chain, up to the last block that is fetched."""
@@ -42,8 +45,10 @@ class _Fetch:
     num_known: int
     reads: Reads
     is_divisible: bool
-    """Whether the first of its blocks are of use without the others: no table has a window."""
+    """Whether the first of its blocks are of use without the others: no table has a window, and no layer a state."""
     begun_s: float
+    state: Payload | None = None
+    """The state, when it has come."""
     open: dict[int, tuple[int, int]] = field(default_factory=dict)
     """The depth and the table of each block that has not come, by its number in the fetch."""
     num_landed: int = 0
@@ -58,6 +63,7 @@ class _Fetch:
     def give_up(self, place: tuple[int, int]) -> None:
         """Gives up a block, and with it all behind it; if a part of the chain is of no use, all of it."""
         depth = place[0] if self.is_divisible else 0
+        self.state = None
         self.open = {number: other for number, other in self.open.items() if other[0] < depth}
 
 
@@ -68,11 +74,17 @@ class Fetcher:
         self,
         chain: TierChain,
         reader: BlockReader,
-        carrier: BlockCarrier,
+        carrier: PageCarrier,
+        state_carrier: PageCarrier | None,
         step_seconds: StepSeconds,
         clock: Callable[[], float],
+        most_bytes: int,
     ) -> None:
+        """`most_bytes` bounds the states that are on their way."""
         self._chain, self._reader, self._carrier = chain, reader, carrier
+        self._state_carrier = state_carrier
+        state_bytes = 0 if state_carrier is None else state_carrier.num_bytes
+        self._most_states = max(1, most_bytes // max(1, state_bytes))
         self._step_seconds, self._clock = step_seconds, clock
         self._write_rate = ReadRate()
         self._landed_s = clock()
@@ -80,11 +92,15 @@ class Fetcher:
         self.seconds_saved = 0.0
         """The time that computing what was fetched would have taken, less the time that the fetches took."""
         self.num_blocks = 0
-        """Blocks that were brought back."""
+        """Blocks that were brought back, and states."""
 
     @property
     def is_idle(self) -> bool:
         return not self._fetches and not self._reader.arrivals
+
+    def brings(self, memory: SequenceMemory, block_hash: bytes) -> bool:
+        """Returns whether a block is on its way already."""
+        return memory.index.owner_of(block_hash, NO_LIMIT) in self._fetches
 
     def choose(self, memory: SequenceMemory, hashes: list[bytes], num_known: int) -> Reads | None:
         """Chooses what to read of a chain of which the first blocks are known; for any thread.
@@ -92,24 +108,30 @@ class Fetcher:
         What another server has is read even if computing it took less time: whoever said where it is has weighed that,
         or wants this server to compute other things. The time that it takes is part of `Reads.read_s`.
         """
-        now, num_bytes, index, chain = self._clock(), self._carrier.num_bytes, memory.index, self._chain
+        now, index, chain = self._clock(), memory.index, self._chain
+
+        def is_here(depth: int, table: int) -> bool:
+            has_state = memory.snapshots.has_state
+            return has_state(hashes[depth]) if table == STATE else index.has(hashes[depth], table)
+
+        def read_seconds(depth: int, table: int) -> float | None:
+            return chain.read_seconds(BlockKey(hashes[depth], table), self._num_bytes(table), now)
 
         def cost(depth: int, table: int) -> float | None:
-            key = BlockKey(hashes[depth], table)
-            return 0.0 if chain.is_far(key) else chain.read_seconds(key, num_bytes, now)
+            return 0.0 if chain.is_far(BlockKey(hashes[depth], table)) else read_seconds(depth, table)
 
         reads = choose_reads(
             num_known,
             len(hashes),
             index.num_seen,
-            lambda depth, table: index.has(hashes[depth], table),
+            is_here,
             cost,
             lambda first, end: compute_seconds(self._step_seconds, memory.block_size, first, end),
+            needs_state=memory.states is not None,
         )
         if reads is not None:
-            keys = (BlockKey(hashes[depth], table) for depth, table in reads.places)
-            far = filter(chain.is_far, keys)
-            reads.read_s += sum(chain.read_seconds(key, num_bytes, now) or 0.0 for key in far)
+            far = (place for place in reads.places if chain.is_far(BlockKey(hashes[place[0]], place[1])))
+            reads.read_s += sum(read_seconds(*place) or 0.0 for place in far)
         return reads
 
     def begin(
@@ -128,12 +150,13 @@ class Fetcher:
         reads = self.choose(memory, hashes[:end], num_known)
         if reads is None or len(reads.places) > room:
             return
-        fetch = _Fetch(
-            hashes[: reads.end], token_ids, salt, num_known, reads, not max(index.num_seen), self._clock()
-        )
+        if reads.has_state and sum(f.reads.has_state for f in self._fetches) >= self._most_states:
+            return
+        is_divisible = memory.states is None and not max(index.num_seen)
+        fetch = _Fetch(hashes[: reads.end], token_ids, salt, num_known, reads, is_divisible, self._clock())
         fetch.open.update(enumerate(reads.places))
         self._fetches[fetch] = None
-        memory.refresh(hashes[:num_known])
+        memory.refresh(fetch.hashes)
         for block_hash in hashes[num_known : reads.end]:
             index.begin(block_hash, fetch)
         for number, (depth, table) in enumerate(reads.places):
@@ -146,7 +169,7 @@ class Fetcher:
         """Takes what has arrived, and ends fetches that are done or late.
 
         Args:
-            save: is called before blocks are overwritten that were free.
+            save: is called before blocks or slots are overwritten that were free.
 
         Returns:
             Whether more has arrived than one turn takes.
@@ -160,6 +183,8 @@ class Fetcher:
             self._write_rate.note(len(arrived) * self._carrier.num_bytes, now - begun_s, now)
         for fetch in list(self._fetches):
             patience_s = max(LEAST_PATIENCE_S, fetch.reads.compute_s)
+            if not fetch.open and fetch.state is not None:
+                self._write_state(memory, fetch, fetch.state, save)
             if not fetch.open or now - fetch.begun_s > patience_s:
                 self._end(memory, fetch)
         return bool(self._reader.arrivals)
@@ -183,19 +208,23 @@ class Fetcher:
         arrived: list[tuple[_Fetch, tuple[int, int], Payload]] = []
         while self._reader.arrivals and len(arrived) < most:
             read, payload = self._reader.arrivals.popleft()
-            self._reader.note_taken()
+            self._reader.note_taken(read)
             fetch = read.owner
             assert isinstance(fetch, _Fetch)
             if not fetch.is_wanted(read.place):
                 continue
-            if payload is not None and len(payload) != self._carrier.num_bytes:
-                log.error("a KV block has %d bytes, not %d", len(payload), self._carrier.num_bytes)
-                payload = None
             place = fetch.open[read.place]
+            num_bytes = self._num_bytes(place[1])
+            if payload is not None and len(payload) != num_bytes:
+                log.error("a KV block or a state has %d bytes, not %d", len(payload), num_bytes)
+                payload = None
             if payload is None:
                 fetch.give_up(place)
+                continue
+            del fetch.open[read.place]
+            if place[1] == STATE:
+                fetch.state = payload
             else:
-                del fetch.open[read.place]
                 arrived.append((fetch, place, payload))
         return sorted(arrived, key=lambda one: one[1])
 
@@ -226,11 +255,40 @@ class Fetcher:
             fetch.num_landed += 1
             self.num_blocks += 1
 
+    def _write_state(
+        self, memory: SequenceMemory, fetch: _Fetch, state: Payload, save: Callable[[], None]
+    ) -> None:
+        num_fetched = (fetch.reads.end - fetch.num_known) * memory.block_size
+        if not (slot := memory.take_slot(num_fetched)):
+            return
+        save()
+        content: Content | None = None
+        try:
+            assert self._state_carrier is not None
+            self._state_carrier.copy_in([slot], [state])
+            content = fetch.content((fetch.reads.end - 1, STATE))
+        except DeviceError:
+            raise
+        except Exception as error:
+            log.warning("a state could not be brought back, and is computed: %s", error)
+        finally:
+            memory.bring_back_state(slot, content, num_fetched)
+        if content is not None:
+            fetch.num_landed += 1
+            self.num_blocks += 1
+
+    def _num_bytes(self, table: int) -> int:
+        carrier = self._state_carrier if table == STATE else self._carrier
+        return 0 if carrier is None else carrier.num_bytes
+
     def _end(self, memory: SequenceMemory, fetch: _Fetch) -> None:
         fetch.is_over = True
         del self._fetches[fetch]
         for block_hash in fetch.hashes[fetch.num_known :]:
             memory.index.end(block_hash, fetch)
-        share = fetch.num_landed / max(1, len(fetch.reads.places))
+        num_wanted = len(fetch.reads.places)
+        share = fetch.num_landed / max(1, num_wanted)
+        if memory.states is not None and fetch.num_landed < num_wanted:
+            share = 0.0
         took_s = self._clock() - fetch.begun_s
         self.seconds_saved += max(0.0, share * fetch.reads.compute_s - took_s)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from penstock.engine.planning.device import BlockCarrier, DeviceError, Payload, Staged
+from penstock.engine.planning.device import DeviceError, PageCarrier, Payload, Staged
 from penstock.engine.planning.memory import SequenceMemory
 from penstock.engine.tiers.block_file import BlockKey
 from penstock.engine.tiers.chain import TierChain
@@ -39,7 +39,7 @@ class _Gift:
 class Giver:
     """Copies blocks on the step thread, and reads tiers in a thread of its own."""
 
-    def __init__(self, chain: TierChain, carrier: BlockCarrier, wake: Callable[[], None]) -> None:
+    def __init__(self, chain: TierChain, carrier: PageCarrier, wake: Callable[[], None]) -> None:
         """`wake` is called when somebody has asked."""
         self._chain, self._carrier, self._wake = chain, carrier, wake
         self._most_copied = max(1, _TURN_BYTES // max(1, carrier.num_bytes))

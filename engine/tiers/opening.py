@@ -50,12 +50,14 @@ def open_tiers(
     """
     if not options.host_bytes and options.disk is None and options.peer_headers is None:
         return None
-    carrier = facts.carrier
-    if carrier is None or not carrier.num_bytes:
-        why = "layers keep a state" if facts.num_states else "it runs in several processes"
-        log.warning("no KV block outlives its place in memory: that is not possible for this model, %s", why)
+    carrier, state_carrier = facts.carrier, facts.state_carrier
+    if carrier is None or not (carrier.num_bytes or state_carrier):
+        log.warning(
+            "no KV block outlives its place in memory: that is not possible for a model in several processes"
+        )
         return None
-    own, tiers, peers = digest(options, carrier.layout), list[Tier](), None
+    layout = carrier.layout if state_carrier is None else state_carrier.layout
+    own, tiers, peers = digest(options, layout), list[Tier](), None
     if options.host_bytes:
         tiers.append(HostTier(options.host_bytes))
         log.info("KV blocks in host memory: at most %s", size_text(options.host_bytes))
@@ -66,11 +68,13 @@ def open_tiers(
             log.error("no KV blocks on disk: %s", error)
         else:
             tiers.append(DiskTier(folder, own))
-    if options.peer_headers is not None:
+    if options.peer_headers is not None and state_carrier is not None:
+        log.info("no KV is exchanged with other servers: layers keep a state")
+    elif options.peer_headers is not None:
         peers = PeerTier(own, carrier.num_bytes, options.peer_headers)
         tiers.append(peers)
     if not tiers:
         return None
-    opened = Tiers(tiers, carrier, step_seconds, wake, peers=peers, digest=own)
+    opened = Tiers(tiers, carrier, step_seconds, wake, peers=peers, digest=own, state_carrier=state_carrier)
     opened.start()
     return opened

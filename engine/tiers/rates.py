@@ -7,6 +7,7 @@ from collections.abc import Sequence as ListLike
 from itertools import accumulate, pairwise
 
 from penstock.engine.planning.keeping import num_attended
+from penstock.engine.planning.outside import STATE
 from penstock.engine.planning.request_queue import StepSeconds
 
 _FOLLOWING = 0.2
@@ -64,10 +65,15 @@ class Reads:
         self.end = end
         """Blocks of the chain that can be found when all is read."""
         self.places = places
-        """The depth and the table of each block that is to be read."""
+        """The depth and the table of each block that is to be read; last the state, if it is to be read as well."""
         self.read_s = read_s
         self.compute_s = compute_s
         """The time that computing these tokens takes; 0 if that is not known."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the state is to be read."""
+        return bool(self.places) and self.places[-1][1] == STATE
 
 
 def choose_reads(
@@ -77,16 +83,19 @@ def choose_reads(
     is_here: Callable[[int, int], bool],
     read_seconds: Callable[[int, int], float | None],
     compute: Callable[[int, int], list[float]],
+    *,
+    needs_state: bool = False,
 ) -> Reads | None:
     """Chooses how much of a chain to read: as far as reading, all in all, is ahead of computing by most.
 
     Args:
-        num_known: the blocks of it that can be found already.
+        num_known: the blocks of it that can be found already, together with a state if one is needed.
         num_blocks: the blocks of the chain.
         num_seen: by table, how many of the last blocks are needed; 0 for all.
-        is_here: says whether the block of a depth and a table is in the device's memory.
+        is_here: says whether the block of a depth and a table is in the device's memory, or the state after a block.
         read_seconds: the time that reading it takes; None if it is in no tier.
         compute: see `compute_seconds`, of which the first two arguments are given.
+        needs_state: whether what is read is of use only up to a block after which there is a state.
 
     Returns:
         None if nothing is worth reading.
@@ -94,10 +103,12 @@ def choose_reads(
     first = max(0, num_known - max(num_seen))
     costs: list[list[float | None]] = [[] for _ in num_seen]
     """By table, from `first` on: the time to read a block, 0 if it is here, None if it is nowhere."""
+
+    def cost_of(depth: int, table: int) -> float | None:
+        return 0.0 if is_here(depth, table) else read_seconds(depth, table)
+
     for depth in range(first, num_blocks):
-        column = [
-            0.0 if is_here(depth, table) else read_seconds(depth, table) for table in range(len(num_seen))
-        ]
+        column = [cost_of(depth, table) for table in range(len(num_seen))]
         if depth >= num_known and any(
             cost is None and not seen for cost, seen in zip(column, num_seen, strict=True)
         ):
@@ -110,23 +121,28 @@ def choose_reads(
     computed = list(accumulate(compute(num_known, most), initial=0.0))
     sums = [list(accumulate((cost or 0.0 for cost in column), initial=0.0)) for column in costs]
     gaps = [list(accumulate((cost is None for cost in column), initial=0)) for column in costs]
-    best, least, is_known = num_known, 0.0, computed[-1] > 0
+    best, least, seconds, is_known = num_known, 0.0, 0.0, computed[-1] > 0
     for end in range(num_known + 1, most + 1):
         starts = [max(0, end - seen - first) if seen else num_known - first for seen in num_seen]
         last = end - first
         if any(gap[last] > gap[start] for gap, start in zip(gaps, starts, strict=True)):
             continue
-        read_s = sum(total[last] - total[start] for total, start in zip(sums, starts, strict=True))
+        state_s = cost_of(end - 1, STATE) if needs_state else 0.0
+        if state_s is None:
+            continue
+        read_s = sum(total[last] - total[start] for total, start in zip(sums, starts, strict=True)) + state_s
         balance = read_s - computed[end - num_known] if is_known else -float(end)
         if balance < least:
-            best, least = end, balance
+            best, least, seconds = end, balance, read_s
     if best == num_known:
         return None
-    places, read_s = [], 0.0
-    for depth in range(first, best):
-        for table, seen in enumerate(num_seen):
-            is_needed = depth >= (best - seen if seen else num_known)
-            if is_needed and not is_here(depth, table):
-                places.append((depth, table))
-                read_s += costs[table][depth - first] or 0.0
-    return Reads(best, places, read_s, computed[best - num_known])
+    needed = [
+        (depth, table)
+        for depth in range(first, best)
+        for table, seen in enumerate(num_seen)
+        if depth >= (best - seen if seen else num_known)
+    ]
+    if needs_state:
+        needed.append((best - 1, STATE))
+    places = [place for place in needed if not is_here(*place)]
+    return Reads(best, places, seconds, computed[best - num_known])

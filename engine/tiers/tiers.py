@@ -1,7 +1,8 @@
-"""Tiers: the engine's one door to all that keeps KV outside of the device's memory.
+"""Tiers: the engine's one door to all that keeps KV, and states, outside of the device's memory.
 
-The step thread tells it which blocks are about to be overwritten and which were found, has it copy them before a step
-is launched, and has it take in what has arrived before a step is planned. Writing and reading happen in threads.
+The step thread tells it which blocks and slots are about to be overwritten and which were found, has it copy them
+before a step is launched, and has it take in what has arrived before a step is planned. Writing and reading happen in
+threads.
 """
 
 from __future__ import annotations
@@ -13,27 +14,29 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock.engine.planning.device import BlockCarrier
+from penstock.engine.planning.device import PageCarrier
 from penstock.engine.planning.memory import SequenceMemory
+from penstock.engine.planning.outside import STATE
 from penstock.engine.planning.prefix_index import prompt_hashes
 from penstock.engine.planning.request import Request, Sequence
 from penstock.engine.planning.request_queue import StepSeconds
+from penstock.engine.planning.state_records import Snapshot
 from penstock.engine.tiers.block_file import BlockKey
 from penstock.engine.tiers.chain import BlockReader, BlockWriter, TierChain
 from penstock.engine.tiers.fetching import Fetcher
 from penstock.engine.tiers.giving import Giver
 from penstock.engine.tiers.peer import PeerTier
-from penstock.engine.tiers.saving import Saver
+from penstock.engine.tiers.saving import Saver, StateSaver
 from penstock.engine.tiers.tier import Tier, TierStats
 
 STAGED_BYTES = 256 << 20
-"""The most bytes that wait to be written."""
+"""The most bytes that wait to be written: of blocks, and as many of states."""
 AHEAD_BYTES = 8 << 20
 """The most that were read and wait to be taken in: few, so that reading takes no core from running streams at once."""
 _STOP_S = 3.0
 """So long a server that stops goes on writing what is in no tier yet."""
 _LAST_BLOCKS = 16
-"""The blocks that are copied at a time then."""
+"""The blocks that are copied at a time then, with one state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +45,9 @@ class TiersUse:
 
     tiers: Mapping[str, TierStats] = field(default_factory=dict)
     num_fetched_blocks: int = 0
-    """Blocks that were brought back to the device."""
+    """Blocks, and states, that were brought back to the device."""
     num_lost_blocks: int = 0
-    """Blocks that were overwritten while too many others waited to be written."""
+    """Blocks, and states, that were overwritten while too many others waited to be written."""
     seconds_saved: float = 0.0
     """The time that computing what was brought back would have taken, less the time that it took."""
 
@@ -55,7 +58,7 @@ class Tiers:
     def __init__(
         self,
         tiers: ListLike[Tier],
-        carrier: BlockCarrier,
+        carrier: PageCarrier,
         step_seconds: StepSeconds,
         wake: Callable[[], None],
         *,
@@ -63,23 +66,32 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
         peers: PeerTier | None = None,
         digest: bytes = b"",
+        state_carrier: PageCarrier | None = None,
     ) -> None:
         """
         Args:
             tiers: the nearest first.
+            carrier, state_carrier: see `RunnerFacts`.
             wake: is called when a block has arrived, from any thread.
-            staged_bytes: bounds the memory for blocks on their way, in each direction; see `AHEAD_BYTES`.
+            staged_bytes: bounds the memory for blocks on their way, in each direction, and that for states; see
+                `AHEAD_BYTES`.
             peers: the last of the tiers, if it is other servers, which then are given blocks as well.
             digest: of all blocks; see `opening.digest`.
         """
         self.peers, self.digest = peers, digest
         self._clock = clock
-        self.chain = TierChain(tiers, clock)
-        self.writer = BlockWriter(self.chain, carrier.num_bytes, staged_bytes, clock)
+        self.chain = TierChain(tiers, clock, blocks_are_empty=not carrier.num_bytes)
+        state_bytes = 0 if state_carrier is None else state_carrier.num_bytes
+        self.writer = BlockWriter(self.chain, carrier.num_bytes, staged_bytes, clock, state_bytes)
         ahead_bytes = min(staged_bytes, AHEAD_BYTES)
         self.reader = BlockReader(self.chain, carrier.num_bytes, ahead_bytes, wake)
         self._saver = Saver(self.chain, self.writer, carrier)
-        self._fetcher = Fetcher(self.chain, self.reader, carrier, step_seconds, clock)
+        self._savers: list[Saver] = [self._saver]
+        if state_carrier is not None:
+            self._savers.append(StateSaver(self.chain, self.writer, state_carrier))
+        self._fetcher = Fetcher(
+            self.chain, self.reader, carrier, state_carrier, step_seconds, clock, staged_bytes
+        )
         self.giver = Giver(self.chain, carrier, wake)
         self._carrier = carrier
         self._memory: SequenceMemory
@@ -94,24 +106,30 @@ class Tiers:
 
     def attach(self, memory: SequenceMemory) -> None:
         """Serves this memory from now on; what was on its way for another is given up."""
-        self._saver.start_afresh()
+        for saver in self._savers:
+            saver.start_afresh()
         self._fetcher.start_afresh()
-        self._memory, memory.outside = memory, self
+        self._memory = memory
+        memory.keep_outside(self)
 
     # What the memory says
 
     def note_reused(self, block: int, block_hash: bytes, table: int) -> None:
-        self._saver.note_reused(block, BlockKey(block_hash, table))
+        self._savers[table == STATE].note_reused(block, BlockKey(block_hash, table))
 
-    def note_found(self, hashes: list[bytes], entries: list[int]) -> None:
-        self._saver.note_found(hashes, entries, self._memory.num_tables)
+    def note_found(self, hashes: list[bytes], entries: list[int], snapshot: Snapshot | None) -> None:
+        self._saver.note_found(hashes, entries, range(self._memory.num_tables))
+        if snapshot is not None and not snapshot.is_gone:
+            self._savers[-1].note_found([snapshot.kept_as], [snapshot.slot], [STATE])
 
     def forget(self, block_hash: bytes, table: int) -> None:
-        self._saver.forget(BlockKey(block_hash, table))
+        self._savers[table == STATE].forget(BlockKey(block_hash, table))
 
     def fetch(self, sequence: Sequence, hashes: list[bytes], num_known: int) -> None:
         asked = sequence.num_preemptions, num_known
         if num_known < len(hashes) and asked > sequence.fetch_asked:
+            if self._memory.states is not None and self._fetcher.brings(self._memory, hashes[num_known]):
+                return  # when that has come, there may still be a state that this sequence alone has use for
             sequence.fetch_asked = asked
             most = sequence.num_reusable // self._memory.block_size
             self._fetcher.begin(
@@ -121,8 +139,9 @@ class Tiers:
     # The step thread
 
     def save(self) -> None:
-        """Copies blocks that are to be kept. Called before anything is launched that may overwrite them."""
-        self._saver.save(self._memory)
+        """Copies what is to be kept. Called before anything is launched that may overwrite it."""
+        for saver in self._savers:
+            saver.save(self._memory)
 
     def turn(self) -> bool:
         """Takes in what has arrived, and begins to fetch for requests that came. Called before a step is planned.
@@ -141,22 +160,28 @@ class Tiers:
             prompt_hashes(request.prompt_token_ids, memory.block_size, request.salt)
         )
         if hashes and not request.reads_prompt:
-            num_known = len(memory.index.match(hashes)) // memory.num_tables
             tokens = list(request.prompt_token_ids)
+            if memory.states is None:
+                num_known = len(memory.index.match(hashes)) // memory.num_tables
+            else:
+                num_known = memory.find_cached(hashes, tokens)[0] // memory.block_size
             self._fetcher.begin(memory, hashes, tokens, request.salt, num_known)
 
     def finish(self) -> None:
         """Copies what can be found and is in no tier, for a few seconds, and ends."""
         until_s = self._clock() + _STOP_S
         self.save()
-        left = self._saver.unsaved(self._memory)
-        while (left_s := until_s - self._clock()) > 0:
-            if not (room := self.writer.room):
-                self.writer.wait_for_room(left_s)
-            elif chosen := dict(islice(left, min(room, _LAST_BLOCKS))):
-                self._saver.copy(chosen)
+        left = deque((saver, saver.unsaved(self._memory)) for saver in self._savers)
+        while left and (left_s := until_s - self._clock()) > 0:
+            saver, unsaved = left[0]
+            most = 1 if saver.of_states else _LAST_BLOCKS
+            if not saver.room:
+                self.writer.wait_for_room(left_s, of_states=saver.of_states)
+            elif chosen := dict(islice(unsaved, min(saver.room, most))):
+                saver.copy(chosen)
+                left.rotate()
             else:
-                break
+                left.popleft()
         self.close(max(0.0, until_s - self._clock()))
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -204,6 +229,6 @@ class Tiers:
         return TiersUse(
             tiers={tier.name: tier.stats() for tier in self.chain.tiers},
             num_fetched_blocks=self._fetcher.num_blocks,
-            num_lost_blocks=self._saver.num_lost,
+            num_lost_blocks=sum(saver.num_lost for saver in self._savers),
             seconds_saved=self._fetcher.seconds_saved,
         )

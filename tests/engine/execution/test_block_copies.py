@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from penstock.engine.config import LoadOptions
-from penstock.engine.execution.block_copies import BlockCopies
+from penstock.engine.execution.block_copies import BlockCopies, StateCopies
 from penstock.engine.execution.loaded import LoadedModel
 from penstock.engine.execution.loader import load_model
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.families import STATES
 
 
 def load(family: str, folder: Path, kv_dtype: str = "float32") -> LoadedModel:
@@ -76,6 +77,30 @@ def test_features_of_tokens_go_along(tmp_path: Path) -> None:
     copies.copy_in([4], payloads)
     assert torch.equal(features[4], before[2])
     assert torch.equal(features[5:], before[5:])
+
+
+@pytest.mark.parametrize("family", ["Qwen 3.5", "Mamba 2"])
+def test_a_state_comes_back_as_it_was(family: str, tmp_path: Path) -> None:
+    options = LoadOptions(device="cpu", dtype="float32", num_blocks=16)
+    model = load_model(STATES[family].make(tmp_path), options, lambda _: None, lambda *_: None)
+    assert model.states is not None
+    copies, data = StateCopies(model), model.states.data
+    data.copy_(torch.rand(data.shape))
+    before = data.clone()
+    payloads = copies.copy_out([3, 2]).wait()
+    assert [len(payload) for payload in payloads] == [copies.num_bytes] * 2 == [data[0].nbytes] * 2
+    data[[2, 3]] = 0
+    copies.copy_in([5, 2], payloads)
+    assert torch.equal(data[[5, 2]], before[[3, 2]])
+    assert torch.equal(data[6:], before[6:])
+    assert copies.layout != BlockCopies(model).layout
+    assert bool(BlockCopies(model).num_bytes) == (family != "Mamba 2")
+
+
+def test_blocks_without_bytes_are_carried_for_nothing(tmp_path: Path) -> None:
+    options = LoadOptions(device="cpu", dtype="float32", num_blocks=16)
+    model = load_model(STATES["Mamba 2"].make(tmp_path), options, lambda _: None, lambda *_: None)
+    BlockCopies(model).copy_in([3, 4], [b"", b""])
 
 
 def test_layouts_tell_types_and_models_apart(tmp_path: Path) -> None:

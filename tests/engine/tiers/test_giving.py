@@ -31,16 +31,16 @@ class NumberCarrier:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def copy_out(self, blocks: list[int]) -> NumberCarrier:
+    def copy_out(self, pages: list[int]) -> NumberCarrier:
         if self.error is not None:
             raise self.error
-        self.blocks = blocks
+        self.blocks = pages
         return self
 
     def wait(self) -> list[Payload]:
         return [content(block) for block in self.blocks]
 
-    def copy_in(self, blocks: list[int], payloads: list[Payload]) -> None:  # noqa: ARG002
+    def copy_in(self, pages: list[int], payloads: list[Payload]) -> None:  # noqa: ARG002
         raise AssertionError
 
 

@@ -11,7 +11,7 @@ from penstock.engine.planning.device import RunnerFacts
 from penstock.engine.tiers.opening import TierOptions, digest, open_tiers
 from penstock.engine.tiers.tiers import Tiers
 from tests.engine.fake_runner import FakeRunner
-from tests.engine.tiers.fake_carrier import FakeCarrier
+from tests.engine.tiers.fake_carrier import FakeCarrier, FakeStateCarrier
 
 RUNNER = FakeRunner(8, 4)
 FACTS = replace(RUNNER.load(), carrier=FakeCarrier(RUNNER))
@@ -46,15 +46,21 @@ def test_a_folder_that_cannot_be_used_leaves_the_other_tier(
     assert caplog.text.count("no KV blocks on disk") == 2
 
 
-@pytest.mark.parametrize(
-    ("num_states", "why"), [(0, "it runs in several processes"), (4, "layers keep a state")]
-)
-def test_a_model_whose_blocks_cannot_be_carried_goes_without(
-    num_states: int, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    facts = replace(FACTS, carrier=None, num_states=num_states)
-    assert opened(TierOptions(weights="w", host_bytes=1), facts) is None
-    assert why in caplog.text
+def test_a_model_whose_blocks_cannot_be_carried_goes_without(caplog: pytest.LogCaptureFixture) -> None:
+    assert opened(TierOptions(weights="w", host_bytes=1), replace(FACTS, carrier=None)) is None
+    assert "a model in several processes" in caplog.text
+
+
+def test_a_model_with_states_has_tiers_but_no_peers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    facts = replace(FACTS, num_states=4, state_carrier=FakeStateCarrier(RUNNER))
+    tiers = opened(TierOptions(weights="w", host_bytes=1_000, peer_headers={}), facts)
+    assert tiers is not None
+    assert [tier.name for tier in tiers.chain.tiers] == ["host"]
+    assert tiers.peers is None
+    tiers.close(10.0)
+    assert opened(TierOptions(weights="w", peer_headers={}), facts) is None
+    assert "layers keep a state" in caplog.text
 
 
 def test_other_weights_and_layouts_have_other_digests() -> None:

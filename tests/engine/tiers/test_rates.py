@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engine.planning.outside import STATE
 from penstock.engine.tiers.rates import ReadRate, Reads, choose_reads, compute_seconds
 
 
@@ -96,6 +97,44 @@ def test_what_is_read_completes_a_prefix(
         for table, seen in enumerate(num_seen):
             first = max(0, reads.end - seen) if seen else 0
             assert all(is_here(depth, table) or (depth, table) in read for depth in range(first, reads.end))
+
+
+@given(
+    num_known=st.integers(0, 3),
+    there=st.lists(st.booleans(), min_size=8, max_size=8),
+    states=st.lists(st.sampled_from([None, "here", "there"]), min_size=8, max_size=8),
+)
+def test_what_is_read_ends_with_a_state(num_known: int, there: list[bool], states: list[str | None]) -> None:
+    def is_here(depth: int, table: int) -> bool:
+        return states[depth] == "here" if table == STATE else depth < num_known
+
+    def read_seconds(depth: int, table: int) -> float | None:
+        has = states[depth] == "there" if table == STATE else there[depth]
+        return 0.5 if has else None
+
+    reads = choose_reads(
+        num_known, 8, [0], is_here, read_seconds, lambda first, end: [2.0] * (end - first), needs_state=True
+    )
+    num_there = next((depth for depth in range(num_known, 8) if not there[depth]), 8)
+    longest = max((end for end in range(num_known + 1, num_there + 1) if states[end - 1]), default=num_known)
+    assert (reads.end if reads else num_known) == longest
+    if reads is not None:
+        read = reads.places[:-1] if reads.has_state else reads.places
+        assert read == [(depth, 0) for depth in range(num_known, longest)]
+        assert reads.has_state == (states[longest - 1] == "there")
+        assert reads.read_s == 0.5 * len(reads.places)
+
+
+def test_a_state_that_takes_too_long_to_read_is_not_read() -> None:
+    def reads(state_s: float) -> int:
+        chosen = choose_reads(
+            *(0, 4, [0], lambda *_: False, lambda _, table: state_s if table == STATE else 0.1),
+            lambda first, end: [1.0] * (end - first),
+            needs_state=True,
+        )
+        return chosen.end if chosen else 0
+
+    assert [reads(3.5), reads(3.7)] == [4, 0]
 
 
 def test_a_block_costs_what_it_adds_to_a_step() -> None:

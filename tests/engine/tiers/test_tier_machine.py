@@ -26,7 +26,9 @@ from penstock.engine.tiers.block_file import HEADER_BYTES, BlockKey, digest_of
 from penstock.engine.tiers.disk import DiskTier
 from penstock.engine.tiers.folder import SUFFIX, BlockFolder
 from penstock.engine.tiers.host import HostTier
+from tests.engine.fake_states import FakeStates
 from tests.engine.planning.test_scheduler_machine import BLOCK_SIZE, WINDOWS, SchedulerMachine
+from tests.engine.planning.test_state_machine import StateMachine
 from tests.engine.tiers.fake_carrier import FakeCarrier, HandDrivenTiers
 from tests.few import examples
 
@@ -111,12 +113,12 @@ class TierMachine(SchedulerMachine):
         files = self.files()
         path, other = files[pick % len(files)], files[(pick + 1) % len(files)]
         data = bytearray(path.read_bytes())
-        if how == "delete":
+        if how == "delete" or not data:
             path.unlink()
         elif how == "tear":
             path.write_bytes(data[: pick % len(data)])
         elif how == "swap":
-            path.write_bytes(other.read_bytes())
+            path.write_bytes(other.read_bytes()[: len(data)])  # no spoilt file takes more room than before
         else:
             data[pick * 7 % len(data)] ^= 1 + pick % 255
             path.write_bytes(data)
@@ -173,6 +175,61 @@ TierMachine.TestCase.settings = settings(max_examples=examples(120), stateful_st
 TestTiers = TierMachine.TestCase
 
 
+class StateTierMachine(TierMachine, StateMachine):
+    """Layers have a state. A server that starts again has nothing in its memory."""
+
+    @initialize(
+        num_blocks=st.integers(8, 40),
+        budget=st.integers(4, 24),
+        windows=st.sampled_from([(0,), (0,), (0,), (0, 0), (0, 5), (3,), (9, 4)]),
+        is_queued=st.booleans(),
+        num_states=st.sampled_from([2, 3, 4, 5, 6, 9, 20]),
+        max_drafts=st.sampled_from([0, 1, 3]),
+        host_blocks=st.sampled_from([0, 0, 60]),
+        disk_blocks=st.sampled_from([0, 20, 100, 400, 400]),
+        pace=st.randoms(use_true_random=False),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        budget: int,
+        windows: tuple[int, ...],
+        is_queued: bool,
+        num_states: int,
+        max_drafts: int,
+        host_blocks: int,
+        disk_blocks: int,
+        pace: random.Random,
+    ) -> None:
+        self.path = Path(tempfile.mkdtemp())
+        self.max_bytes = disk_blocks * FILE_BYTES + 7
+        self.host_blocks = host_blocks
+
+        def begin() -> None:
+            states = FakeStates(num_states, max(3, max_drafts))
+            self.set_up(num_blocks, windows, prefix_cache=True, is_queued=is_queued, pace=pace, states=states)
+            self.carrier = FakeCarrier(self.runner)
+            self.schedule(budget, 4, max_drafts, "both", 0.5, max_model_len=48)
+            self.open()
+
+        self.begin = begin
+        begin()
+
+    @rule(is_killed=st.booleans())
+    def restart(self, is_killed: bool) -> None:
+        if is_killed:
+            self.disk.close()
+        else:
+            self.tiers.finish()
+        StateMachine.restart(self)
+
+
+StateTierMachine.TestCase.settings = settings(
+    max_examples=examples(120), stateful_step_count=40, deadline=None
+)
+TestTiersOfStates = StateTierMachine.TestCase
+
+
 @pytest.mark.parametrize("seed", range(examples(100)))
 def test_conversations_that_come_again(seed: int) -> None:
     """The device has room for few of them."""
@@ -188,6 +245,28 @@ def test_conversations_that_come_again(seed: int) -> None:
         disk_blocks=pace.choice([0, 10, 200]),
         pace=pace,
     )
+    converse(machine, pace)
+
+
+@pytest.mark.parametrize("seed", range(examples(100)))
+def test_conversations_with_states_that_come_again(seed: int) -> None:
+    pace = random.Random(seed)
+    machine = StateTierMachine()
+    machine.build(
+        num_blocks=pace.choice([12, 16, 40]),
+        budget=pace.choice([4, 24]),
+        windows=pace.choice([(0,), (0,), (0, 0), (0, 5)]),
+        is_queued=pace.random() < 0.5,
+        num_states=pace.choice([3, 5, 9]),
+        max_drafts=pace.choice([0, 3]),
+        host_blocks=pace.choice([0, 40]),
+        disk_blocks=pace.choice([0, 20, 400]),
+        pace=pace,
+    )
+    converse(machine, pace)
+
+
+def converse(machine: TierMachine, pace: random.Random) -> None:
     for _ in range(40):
         stem, length = pace.randrange(4), min(pace.randint(6, 20), machine.scheduler.max_len - 1)
         prompt = [(stem * 3 + i) % 11 for i in range(length)]

@@ -18,6 +18,7 @@ from penstock.engine.tiers.fetching import LEAST_PATIENCE_S
 from penstock.engine.tiers.host import HostTier
 from penstock.priority.queue import LaneQueue
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
+from tests.engine.fake_states import FakeStates
 from tests.engine.tiers.fake_carrier import FakeCarrier, HandDrivenTiers
 
 BLOCK_SIZE = 4
@@ -47,12 +48,16 @@ class Server:
         num_blocks: int = 8,
         step_seconds: Callable[[int, int, int, int], float] = lambda *_: 0.0,
         staged_blocks: int = 100,
+        num_states: int = 0,
+        tier: ForgetfulTier | None = None,
     ) -> None:
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        if num_states:
+            self.runner.states = FakeStates(num_states, num_pending=3)
         memory = make_memory(self.runner.load(), prefix_cache=True, log=None)
         assert isinstance(memory, SequenceMemory)
         self.memory = memory
-        self.carrier, self.tier = FakeCarrier(self.runner), ForgetfulTier()
+        self.carrier, self.tier = FakeCarrier(self.runner), tier or ForgetfulTier()
         self.tiers = HandDrivenTiers([self.tier], self.carrier, random.Random(1), step_seconds, staged_blocks)
         self.tiers.attach(memory)
         self.queue = LaneQueue(Lock())
