@@ -12,7 +12,7 @@ from typing import Any
 from lab.bench import report, runs
 from lab.bench.tiers import measure_tiers, print_tiers
 from penstock.app.arguments import count
-from penstock.app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from penstock.app.bench.checkpoint import HALF_B, LLAMA_135M, ensure_checkpoint
 from penstock.app.bench.command import add_model_arguments
 from penstock.app.bench.report import print_machine
 from penstock.app.bench.runs import machine, say
@@ -40,8 +40,12 @@ def _routing(options: argparse.Namespace) -> Figures:
 
 
 def _tiers(options: argparse.Namespace) -> Figures:
-    folder = ensure_checkpoint(replace(LLAMA_135M, name=f"{LLAMA_135M.name}-long", max_length=16_384))
-    return measure_tiers(folder, "auto", 2_000 if options.quick else 8_000, 1 if options.quick else 3)
+    shapes = [LLAMA_135M] if options.quick else [LLAMA_135M, HALF_B]
+    folders = [
+        ensure_checkpoint(replace(shape, name=f"{shape.name}-long", max_length=16_384)) for shape in shapes
+    ]
+    num_tokens, num_rounds = (2_000, 1) if options.quick else (8_000, 3)
+    return [measure_tiers(folder, "auto", num_tokens, num_rounds) for folder in folders]
 
 
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[Figures], None]]] = {
@@ -70,7 +74,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[F
         report.print_decisions,
     ),
     "routing": ("the choice of a replica", _routing, report.print_routing),
-    "tiers": ("a long prompt's KV, computed and read back, on the 135M shape", _tiers, print_tiers),
+    "tiers": ("a long prompt's KV, computed and read back, of two shapes", _tiers, print_tiers),
 }
 
 

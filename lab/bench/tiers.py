@@ -69,6 +69,7 @@ class TierBench:
         with self._start(_STREAMS * _STREAM_TOKENS, kv_disk=self._place) as llm:
             gaps = [self._gaps_ms(llm) for _ in range(2 * num_rounds)][1:]
         return {
+            "model": self._folder.name,
             "num_tokens": self._num_tokens,
             "bytes_per_token": stats.bytes_read / max(1, stats.num_hits) / _BLOCK_SIZE,
             "computed_s": median(computed),
@@ -149,20 +150,22 @@ class TierBench:
             os.close(descriptor)
 
 
-def print_tiers(figures: Row) -> None:
-    computed_s = figures["computed_s"]
-    print(
-        f"\n{figures['num_tokens']:,} tokens of {figures['bytes_per_token'] / 1024:.0f} KiB, to the first token"
-    )
-    for name, text in (
-        ("computed_s", "computed"),
-        ("disk_s", "from disk, evicted a moment ago"),
-        ("restart_s", "from disk, after a restart"),
-        ("host_s", "from host memory"),
-    ):
-        print(f"  {text:<34}{figures[name]:8.2f} s {computed_s / figures[name]:7.1f} times")
-    print(f"  {_STREAMS} streams, P99 between two tokens while a second request asks for two first tokens")
-    for name, value in figures["itl_ms"].items():
-        print(f"  {name:<34}{value:8.1f} ms")
-    print(f"  {'the last two, one by the other':<34}{figures['itl_ratio']:8.2f} times")
-    print(f"  a reading thread reads {figures['read_bytes_per_s'] / 1e9:.2f} GB/s")
+def print_tiers(rows: list[Row]) -> None:
+    for row in rows:
+        computed_s = row["computed_s"]
+        print(f"\n{row['model']}: {row['num_tokens']:,} tokens of {row['bytes_per_token'] / 1024:.0f} KiB")
+        print("  first token")
+        for name, text in (
+            ("computed_s", "computed"),
+            ("disk_s", "from disk, evicted a moment ago"),
+            ("restart_s", "from disk, after a restart"),
+            ("host_s", "from host memory"),
+        ):
+            print(f"    {text:<32}{row[name]:8.2f} s {computed_s / row[name]:7.1f} times")
+        print(
+            f"  {_STREAMS} streams, P99 between two tokens, while another request asks for two first tokens"
+        )
+        for text, value in row["itl_ms"].items():
+            print(f"    {text:<32}{value:8.1f} ms")
+        print(f"    {'the last two':<32}{row['itl_ratio']:8.2f} times")
+        print(f"  a reading thread reads {row['read_bytes_per_s'] / 1e9:.2f} GB/s")
