@@ -3,7 +3,8 @@
 A forecast thus looks at the same number of tenants however many there are. What the rest have waiting, and what is due
 to them, is summed before the lesser of the two is taken, as if each had the least clock; likewise what they send and
 what is due to them. The lesser of two sums is never less than the sum over the lesser of each, so a forecast is never
-sooner for it than one by one, and later by no more than the work that the rest have, or send.
+sooner for it than one by one, but for some tokens that clocks round away, and later by no more than the work that the
+rest have, or send.
 """
 
 from __future__ import annotations
