@@ -7,6 +7,7 @@ content is all of the slot, pending rows included, though nobody finds these.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -50,7 +51,8 @@ class PageCopies:
             return
         if self._device.type == "cpu":
             for page, payload in zip(pages, payloads, strict=True):
-                self._exchange(page, np.frombuffer(payload, np.uint8), is_in=True)
+                for own, part in self._beside(page, np.frombuffer(payload, np.uint8)):
+                    np.copyto(own, part)
         else:
             self._to_device(pages, payloads)
 
@@ -80,16 +82,18 @@ class PageCopies:
     def _on_host(self, page: int) -> memoryview:
         """The content of a page, in memory of its own."""
         content = np.empty(self.num_bytes, np.uint8)
-        self._exchange(page, content, is_in=False)
+        for own, part in self._beside(page, content):
+            np.copyto(part, own)
         return content.data
 
-    def _exchange(self, page: int, content: NDArray[np.uint8], *, is_in: bool) -> None:
-        """Copies a content [bytes] to its page in the host's memory, or from there."""
+    def _beside(
+        self, page: int, content: NDArray[np.uint8]
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Yields the parts of a page in the host's memory, each with the part of a content [bytes] that goes there."""
         begin = 0
         for pages in self._host:
             own = pages[page]
-            part = content[begin : begin + own.size].reshape(own.shape)
-            np.copyto(own, part) if is_in else np.copyto(part, own)
+            yield own, content[begin : begin + own.size].reshape(own.shape)
             begin += own.size
 
     def _from_device(self, pages: list[int]) -> DeviceCopies:

@@ -174,13 +174,12 @@ class Fetcher:
         Returns:
             Whether more has arrived than one turn takes.
         """
-        begun_s = self._clock()
-        arrived = self._take_arrivals(self._most_landed(begun_s))
-        if arrived:
+        now = self._clock()
+        if arrived := self._take_arrivals(self._most_landed(now)):
             self._write(memory, arrived, save)
-        now = self._landed_s = self._clock()
-        if arrived:
+            begun_s, now = now, self._clock()
             self._write_rate.note(len(arrived) * self._carrier.num_bytes, now - begun_s, now)
+        self._landed_s = now
         for fetch in list(self._fetches):
             patience_s = max(LEAST_PATIENCE_S, fetch.reads.compute_s)
             if not fetch.open and fetch.state is not None:
